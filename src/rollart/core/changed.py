@@ -61,7 +61,7 @@ class Changed:
                     finally:
                         self._waiters.pop(waiter, None)
         except TimeoutError:
-            detail = explain()
-            raise Stalled(f"{who} waited {now() - since:.0f} s for {what}" + (f": {detail}" if detail else "")) from None
+            detail = f": {explain()}".rstrip(": ")
+            raise Stalled(f"{who} waited {now() - since:.0f} s for {what}{detail}") from None
         finally:
             del self._waits[key]

@@ -303,3 +303,26 @@ class EvalResult:
     failed: int = 0
 
 
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A group that a crash cut off: what it had, and how many members it had started (ids go on from there)."""
+
+    id: int
+    task: Task
+    born: Version
+    finished: tuple[Trajectory, ...]
+    started: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What the ledger hands back on resume: every group that is not trained in the checkpoint's past.
+
+    `source` is the task source's newest recorded state, `next_group` the first group id never used.
+    """
+
+    groups: tuple[Unfinished, ...]
+    source: Mapping[str, Any] | None
+    next_group: int
