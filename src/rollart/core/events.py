@@ -3,7 +3,7 @@
 Life of a training trajectory in events (evaluation has its own: `EvalStarted`, `EvalTrajectory`, `EvalEnded`):
 
     GroupOpened > TrajectoryStarted > EnvironmentOpened > TurnEnded* > EnvironmentClosed > TrajectoryEnded
-      TrajectoryEnded with outcome failed: fate failed.  aborted: fate cancelled.  Otherwise it stays in flight until
+      TrajectoryEnded says the fate of a trajectory that will not be trained; otherwise it stays in flight until
     Settled (trained, filtered, stale, cancelled, failed), which its group's end or its batch brings.
 """
 
@@ -110,7 +110,10 @@ class TurnMoved(Event):
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryEnded(Event):
+    """`fate`: IN_FLIGHT (finished, waits to be trained), FAILED, CANCELLED (spare, end of run) or STALE."""
+
     trajectory: Trajectory
+    fate: Fate
 
 
 @dataclass(frozen=True, slots=True)
