@@ -1,0 +1,168 @@
+"""What a task domain is: plain synchronous code, usable without the rest of the system.
+
+Keeps true: a task depends on the settings, the split and its index only, so every process makes the same one; a
+problem belongs to `train` or to `eval` by the hash of its content, so the splits never share one whatever the seeds;
+an episode is used once, and judges the agent by its actions only. It waits for nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+from rollart.core.clock import draw, stream
+from rollart.core.errors import ConfigError
+from rollart.core.types import Action, Message, Observation, Task
+
+Split = Literal["train", "eval"]
+
+DOMAINS: dict[str, str] = {
+    "calculator": "rollart.envs.calculator:Calculator",
+    "frozen_lake": "rollart.envs.frozen_lake:FrozenLake",
+    "guess": "rollart.envs.guess:Guess",
+}
+"""The domains that ship here, by name: `module:Class`. A recipe may name a domain of its own in the same form."""
+
+_ATTEMPTS = 1000  # problems drawn for one task before its split is said to be empty
+
+
+@dataclass(frozen=True, kw_only=True)
+class DomainSettings:
+    """What all domains have. A domain adds its difficulty and sets its own limits.
+
+    seed: which stream of tasks (any integer).
+    max_turns: actions an episode may take (turns).
+    max_tokens: sampled tokens an action may have (tokens, its stop token among them).
+    eval_share: part of all problems that only the eval split uses (fraction).
+    instructions: begin with a system message that states the rules; for a model that has not been taught the format.
+    """
+
+    seed: int = 0
+    max_turns: int = 16
+    max_tokens: int = 64
+    eval_share: float = 0.2
+    instructions: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1 or self.max_tokens < 1:
+            raise ValueError(f"max_turns and max_tokens must be at least 1; got {self.max_turns} and {self.max_tokens}")
+        if not 0 < self.eval_share < 1:
+            raise ValueError(f"eval_share must lie between 0 and 1; got {self.eval_share}")
+
+
+class Player(Protocol):
+    """Plays one episode: called with the first observation, then with the answer to each of its actions."""
+
+    def act(self, observation: Observation) -> str: ...
+
+
+class Episode(ABC):
+    """One episode as plain calls. The answers' facts hold `success` (bool), `valid` and `actions` (counts so far)."""
+
+    @abstractmethod
+    def first(self) -> Observation: ...
+
+    @abstractmethod
+    def step(self, action: Action) -> Observation: ...
+
+    def close(self) -> None:  # noqa: B027  most episodes hold nothing
+        """Free what the episode holds."""
+
+
+class Domain(ABC):
+    """A kind of task: makes problems, opens them, and knows how to play them.
+
+    Subclasses set `name`, `Settings`, `rules` (the system message) and `reward`, a name in `rollart.rewards`.
+    """
+
+    name: ClassVar[str]
+    reward: ClassVar[str]
+    rules: ClassVar[str] = ""
+    Settings: ClassVar[type[DomainSettings]] = DomainSettings
+
+    def __init__(self, settings: Any = None) -> None:
+        self.settings = self.Settings() if settings is None else settings
+
+    @abstractmethod
+    def problem(self, rng: random.Random) -> dict[str, Any]:
+        """Draw the JSON payload of one task."""
+
+    @abstractmethod
+    def open(self, task: Task) -> Episode: ...
+
+    @abstractmethod
+    def player(self, task: Task, seed: int, error_rate: float) -> Player:
+        """A player that knows the solution and errs on purpose in that share of its actions."""
+
+    @abstractmethod
+    def random_player(self, task: Task, seed: int) -> Player:
+        """A player that keeps to the format and knows nothing else."""
+
+    def task(self, index: int, split: Split) -> Task:
+        """Task number `index` of a split. Raises ConfigError when the settings leave the split without a problem."""
+        if split not in ("train", "eval"):
+            raise ConfigError(f"a split is train or eval; got {split!r}")
+        for attempt in range(_ATTEMPTS):
+            payload = self.problem(stream(self.settings.seed, self.name, split, index, attempt))
+            if self._held_out(payload) == (split == "eval"):
+                return Task(f"{self.name}/{split}/{index}", self.name, payload,
+                            self.settings.max_turns, self.settings.max_tokens)
+        raise ConfigError(f"domain {self.name} has no problem for split {split}: make it larger or change eval_share")
+
+    def start(self, *messages: Message) -> tuple[Message, ...]:
+        """The first observation's messages, with the rules before them where the settings ask for it."""
+        return (Message("system", self.rules), *messages) if self.settings.instructions else messages
+
+    def _held_out(self, payload: Mapping[str, Any]) -> bool:
+        return draw(0, self.name, json.dumps(payload, sort_keys=True)) % 10_000 < self.settings.eval_share * 10_000
+
+
+def make_domain(name: str, settings: Mapping[str, Any] | None = None) -> Domain:
+    """The domain of that name or `module:Class`, with settings over its defaults.
+
+    Raises ConfigError for an unknown name or key (naming the nearest), a value of a wrong type or out of range, and
+    a library that is not installed.
+    """
+    kind = domain_class(name)
+    fields = {field.name: field for field in dataclasses.fields(kind.Settings)}
+    values = dict(settings or {})
+    for key, value in values.items():
+        if key not in fields:
+            raise ConfigError(f"domain {name} has no setting {key!r}{nearest(key, fields)}")
+        expected = type(fields[key].default)
+        if type(value) is not expected and not (expected is float and type(value) is int):
+            raise ConfigError(f"domain {name}: {key} must be {expected.__name__}; got {value!r}")
+    try:
+        return kind(kind.Settings(**values))
+    except ValueError as error:
+        raise ConfigError(f"domain {name}: {error}") from None
+
+
+def domain_class(name: str) -> type[Domain]:
+    """The class behind a domain's name, imported now. Raises ConfigError."""
+    target = DOMAINS.get(name, name)
+    module, _, attribute = target.partition(":")
+    if not attribute:
+        raise ConfigError(f"no domain {name!r}{nearest(name, DOMAINS)}; your own is named module:Class")
+    try:
+        kind = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'rollart[envs]'" if name in DOMAINS else f"install {error.name} or set PYTHONPATH"
+        raise ConfigError(f"domain {name} needs the module {error.name}: {remedy}") from None
+    if not (isinstance(kind, type) and issubclass(kind, Domain)):
+        raise ConfigError(f"{target} is not a Domain class")
+    return kind
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`: did you mean 'x'?`, or the list of what there is."""
+    names = sorted(known)
+    match = difflib.get_close_matches(word, names, n=1)
+    return f": did you mean {match[0]!r}?" if match else f": there are {', '.join(names)}"

@@ -1,0 +1,131 @@
+"""Guess: find a secret number by halving. A few turns, each with much more to write than to read.
+
+Keeps true: the agent reads `higher` or `lower` only, and only `guess N` at the end of its action counts; what it
+writes before is its working, which no reward looks at. With the interval right, halving it never runs out of guesses:
+
+    user 10..40     assistant 10..40 gap 30 half 15 guess 25
+    user higher     assistant 26..40 gap 14 half 7 guess 33
+    user lower      assistant 26..32 gap 6 half 3 guess 29
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from rollart.core.clock import stream
+from rollart.core.types import Action, Message, Observation, Task
+from rollart.envs.domain import Domain, DomainSettings, Episode, Player
+
+_GUESS = re.compile(r"(?:^|\s)guess (\d{1,6})$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuessSettings(DomainSettings):
+    """numbers: how many the secret is one of (numbers). starts: how many ranges there are: 10.., 11.., on (ranges).
+
+    max_turns is the number of guesses; 31 numbers need 5 when every guess halves what is left.
+    """
+
+    numbers: int = 31
+    starts: int = 10
+    max_turns: int = 5
+    max_tokens: int = 40
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.numbers < 2 or self.starts < 1 or self.numbers + self.starts > 100_000:
+            raise ValueError(f"numbers must be at least 2, starts at least 1, their sum at most 100000; "
+                             f"got {self.numbers} and {self.starts}")
+        if 2 ** self.max_turns <= self.numbers:
+            raise ValueError(f"{self.numbers} numbers need {self.numbers.bit_length()} guesses; got max_turns "
+                             f"{self.max_turns}")
+
+
+class Guess(Domain):
+    """Payload: `low`, `high` (the range, both included) and `secret`."""
+
+    name = "guess"
+    reward = "guess"
+    rules = ("Find the secret number in the range. After each guess you read higher or lower. "
+             "Write the interval that is left, its middle, and end with: guess N")
+    Settings = GuessSettings
+
+    def problem(self, rng: random.Random) -> dict[str, Any]:
+        low = 10 + rng.randrange(self.settings.starts)
+        high = low + self.settings.numbers - 1
+        return {"low": low, "high": high, "secret": rng.randint(low, high)}
+
+    def open(self, task: Task) -> Episode:
+        return _Game(self, task)
+
+    def player(self, task: Task, seed: int, error_rate: float) -> Player:
+        return _Halver(task, stream(seed, "player", task.id), error_rate)
+
+    def random_player(self, task: Task, seed: int) -> Player:
+        return _Blind(task, stream(seed, "random", task.id))
+
+
+class _Game(Episode):
+    def __init__(self, domain: Domain, task: Task) -> None:
+        self._domain, self._task = domain, task
+        self._secret = int(task.payload["secret"])
+        self._actions = self._valid = 0
+
+    def first(self) -> Observation:
+        asked = f"{self._task.payload['low']}..{self._task.payload['high']}"
+        return Observation(self._domain.start(Message("user", asked)))
+
+    def step(self, action: Action) -> Observation:
+        found = _GUESS.search(str(action.text).strip())
+        number = int(found[1]) if found else None
+        self._actions += 1
+        self._valid += number is not None
+        success = number == self._secret
+        if number is None:
+            answer = "?"
+        elif success:
+            answer = "yes"
+        else:
+            answer = "higher" if number < self._secret else "lower"
+        return Observation((Message("user", answer),), done=success or self._actions >= self._task.max_turns,
+                           reward=float(success),
+                           facts={"success": success, "secret": self._secret, "valid": self._valid,
+                                  "actions": self._actions})
+
+
+class _Halver:
+    """Halves what is left. Errs by forgetting the last answer (a wrong interval) or by a guess at its lower end."""
+
+    def __init__(self, task: Task, rng: random.Random, error_rate: float) -> None:
+        self._low, self._high = int(task.payload["low"]), int(task.payload["high"])
+        self._rng, self._error_rate = rng, error_rate
+        self._guess: int | None = None
+
+    def act(self, observation: Observation) -> str:
+        before = self._low, self._high
+        answer = str(observation.messages[-1].content)
+        if self._guess is not None and answer == "higher":
+            self._low = max(self._low, self._guess + 1)
+        elif self._guess is not None and answer == "lower":
+            self._high = min(self._high, self._guess - 1)
+        low, high = self._low, self._high
+        half = (high - low) // 2
+        if self._rng.random() < self._error_rate:
+            if (low, high) != before and self._rng.random() < 0.5:
+                low, high = before
+                half = (high - low) // 2
+            else:
+                half = 0
+        self._guess = low + half
+        return f"{low}..{high} gap {high - low} half {half} guess {self._guess}"
+
+
+class _Blind:
+    def __init__(self, task: Task, rng: random.Random) -> None:
+        self._low, self._high, self._rng = int(task.payload["low"]), int(task.payload["high"]), rng
+
+    def act(self, observation: Observation) -> str:
+        return f"guess {self._rng.randint(self._low, self._high)}"
