@@ -1,0 +1,101 @@
+"""Models as Hugging Face folders: config.json and safetensors in, the same out, without transformers.
+
+Keeps true: what `save_model` writes, transformers' AutoModelForCausalLM and AutoTokenizer load; a folder that does not
+hold exactly the tensors of its config is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rollart.backends.torch.transformer import ModelConfig, Transformer
+from rollart.backends.torch.weights import load_into
+from rollart.core.errors import ConfigError
+
+
+class SavedChat(Protocol):
+    """The part of a chat that a checkpoint needs."""
+
+    @property
+    def stop(self) -> tuple[int, ...]: ...
+    @property
+    def padding(self) -> int: ...
+    def save(self, folder: Path) -> None: ...
+
+
+def load_model(folder: Path | str, device: str | torch.device = "cpu",
+               dtype: torch.dtype = torch.float32) -> Transformer:
+    """The model of a Hugging Face folder. Raises ConfigError, in one line, for anything that is not a whole model of
+    a supported kind: a missing file, an unsupported model_type, a missing or unknown tensor, a wrong shape."""
+    folder = Path(folder)
+    config = ModelConfig.from_hf(_read_json(folder, "config.json"))
+    with torch.device("meta"):
+        model = Transformer(config)
+    model = model.to(dtype).to_empty(device=device)
+    try:
+        load_into(model, _tensors(folder, config))
+    except ValueError as wrong:
+        raise ConfigError(f"{folder}: {wrong}") from None
+    return model
+
+
+def save_model(model: Transformer, folder: Path | str, chat: SavedChat) -> None:
+    """Write config, weights, generation defaults, tokenizer and chat template into `folder` (made if missing)."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    ends = {"eos_token_id": list(chat.stop), "pad_token_id": chat.padding, "bos_token_id": None}
+    _write_json(folder / "config.json", {**model.config.to_hf(), "dtype": dtype, **ends})
+    _write_json(folder / "generation_config.json", {"do_sample": True, "temperature": 1.0, **ends})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    chat.save(folder)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ConfigError(f"a model needs a Hugging Face checkpoint folder; {folder} is not a folder")
+    try:
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"a model needs a Hugging Face checkpoint folder; {folder} has no {name}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{folder / name} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{folder / name} must hold a JSON object; got {type(content).__name__}")
+    return content
+
+
+def _tensors(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """All tensors by name, from one file or from shards; without copies of what the config derives."""
+    if (folder / "model.safetensors.index.json").exists():
+        files = sorted(set(_read_json(folder, "model.safetensors.index.json").get("weight_map", {}).values()))
+    else:
+        files = ["model.safetensors"]
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(folder / file, framework="pt") as shard:
+                tensors |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
+        except FileNotFoundError:
+            raise ConfigError(f"{folder} has no {file}: weights are read from safetensors files") from None
+        except SafetensorError as error:
+            raise ConfigError(f"{folder / file} is not a whole safetensors file: {error}") from None
+    derived = [name for name in tensors if name.endswith("rotary_emb.inv_freq")]
+    if config.tied:
+        derived.append("lm_head.weight")
+    for name in derived:
+        tensors.pop(name, None)
+    return tensors
