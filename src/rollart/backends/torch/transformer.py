@@ -297,7 +297,7 @@ class SmallModel:
 
     family: `qwen3` or `llama`. layers, heads, kv_heads: counts; heads is a multiple of kv_heads.
     width: hidden width; it is a multiple of 2 * heads. mlp: inner width of the feed-forward part.
-    vocabulary: number of token ids (the byte tokenizer needs 264). context_tokens: longest context in tokens.
+    vocabulary: number of token ids (the byte tokenizer has 262). context_tokens: longest context in tokens.
     """
 
     family: str = "qwen3"
@@ -306,7 +306,7 @@ class SmallModel:
     heads: int = 6
     kv_heads: int = 2
     mlp: int = 384
-    vocabulary: int = 264
+    vocabulary: int = 262
     context_tokens: int = 1024
 
     def __post_init__(self) -> None:
