@@ -1,0 +1,184 @@
+"""One environment, one trajectory, from open to close.
+
+Keeps true: an environment that was opened is closed exactly once, on success, failure and cancellation; whatever goes
+wrong across a port becomes a trajectory with outcome FAILED and an error that names it, never an exception; the
+context only grows, by exact ids; every stage has a deadline, and all stages together `episode_seconds`.
+Waits for: the environment (open, first, step), the proxy (generate), the scorer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from rollart.control.llm_proxy import LLMProxy
+from rollart.control.settings import RolloutSettings
+from rollart.control.wave import Wave
+from rollart.core.clock import draw, now, stream
+from rollart.core.errors import EngineLost, EnvironmentFailed, PortError, ScorerFailed
+from rollart.core.events import EnvironmentClosed, EnvironmentOpened, TurnEnded
+from rollart.core.ports import Environment, EnvironmentPool, Journal, Renderer, Scorer
+from rollart.core.tokens import Counted, Tokens, ids, join
+from rollart.core.types import (
+    Action,
+    Finish,
+    GenerateRequest,
+    Observation,
+    Outcome,
+    Sampling,
+    Score,
+    Task,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    Version,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """What an episode needs around it. `wave` is there under the synchronous schedule only."""
+
+    proxy: LLMProxy
+    environments: EnvironmentPool
+    renderer: Renderer
+    scorer: Scorer
+    journal: Journal
+    settings: RolloutSettings
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    wave: Wave | None = None
+
+
+class EnvManager:
+    """Drives one episode. `on_turn` is called after each sampled turn, when `oldest` may have changed."""
+
+    def __init__(self, id: TrajectoryId, task: Task, services: Services,
+                 on_turn: Callable[[EnvManager], None] = lambda _: None) -> None:
+        self.id, self.task, self._s, self._on_turn = id, task, services, on_turn
+        self.started = now()
+        self.stage, self.since = "waiting", self.started
+        self.turns: list[Turn] = []
+        self.seconds: dict[str, float] = {}
+        self._prompt: Tokens = ids()
+        self._start = Observation()
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def oldest(self) -> Version | None:
+        """Version of the oldest sampled token; None before the first."""
+        return min((turn.completion.oldest for turn in self.turns), default=None)
+
+    def trajectory(self, outcome: Outcome, score: Score | None = None, error: str = "") -> Trajectory:
+        """What there is so far, as data."""
+        return Trajectory(self.id, self.task, self._prompt, self._start, tuple(self.turns), outcome, score, error,
+                          {stage: round(seconds, 6) for stage, seconds in self.seconds.items()})
+
+    async def run(self) -> Trajectory:
+        """The whole episode. Raises nothing but CancelledError and InvariantViolated."""
+        wave = self._s.wave
+        try:
+            outcome = await self._rollout(wave)
+            if wave:
+                await wave.all_left(f"{self.id} score")
+            score = await self._within("score", self._s.settings.score_seconds, ScorerFailed,
+                                       self._s.scorer.score(self.trajectory(outcome)))
+            return self.trajectory(outcome, score)
+        except PortError as failure:
+            return self.trajectory(Outcome.FAILED, error=f"{type(failure).__name__}: {failure}")
+        finally:
+            self.stage, self.since = "ended", now()
+            self._s.proxy.forget(self.id)
+
+    async def _rollout(self, wave: Wave | None) -> Outcome:
+        if wave:
+            wave.join()
+        try:
+            environment = await self._open()
+            try:
+                return await self._episode(environment, wave)
+            finally:
+                await self._close(environment)
+        finally:
+            if wave:
+                wave.leave()
+
+    async def _open(self) -> Environment:
+        settings, attempt = self._s.settings, 0
+        while True:
+            attempt += 1
+            try:
+                environment = await self._within("open", settings.open_seconds, EnvironmentFailed,
+                                                 self._s.environments.open(self.task))
+            except EnvironmentFailed:
+                if attempt >= settings.open_attempts:
+                    raise
+                jitter = stream(self._s.seed, "backoff", str(self.id), attempt).uniform(0.5, 1.5)
+                await asyncio.sleep(settings.open_backoff_seconds * 2 ** (attempt - 1) * jitter)
+            else:
+                self._s.journal.emit(EnvironmentOpened(self.id, self.seconds["open"], attempt))
+                return environment
+
+    async def _episode(self, environment: Environment, wave: Wave | None) -> Outcome:
+        s, settings = self._s, self._s.settings
+        observation = self._start = await self._within("environment", settings.environment_seconds, EnvironmentFailed,
+                                                       environment.first())
+        context = self._prompt = s.renderer.prompt(observation.messages)
+        for turn in range(self.task.max_turns):
+            if settings.context_tokens and len(context) + self.task.max_tokens > settings.context_tokens:
+                return Outcome.TRUNCATED
+            request = GenerateRequest(self.id, turn, self.task.domain, context, self.task.max_tokens, s.sampling,
+                                      s.renderer.stop, draw(s.seed, "sample", str(self.id), turn))
+            completion = await self._within("generate", settings.generate_seconds, EngineLost,
+                                            s.proxy.generate(request))
+            text = s.renderer.text(completion)
+            if wave:
+                await wave.arrive(f"{self.id} before the environment")
+            observation = await self._within("environment", settings.environment_seconds, EnvironmentFailed,
+                                             environment.step(Action(text, completion.finish is Finish.LENGTH)))
+            last = observation.done or turn + 1 == self.task.max_turns
+            nothing: Tokens = Counted(0) if isinstance(context, Counted) else ids()
+            reply = nothing if last else s.renderer.reply(completion, observation.messages)
+            self.turns.append(Turn(completion, text, observation, reply))
+            s.journal.emit(TurnEnded(self.id, turn, completion.engine, len(completion.tokens), completion.oldest,
+                                     completion.newest))
+            self._on_turn(self)
+            if observation.done:
+                return Outcome.TRUNCATED if observation.truncated else Outcome.FINISHED
+            context = join(context, completion.tokens, reply)
+            if wave:
+                await wave.arrive(f"{self.id} before turn {turn + 1}")
+        return Outcome.TRUNCATED
+
+    async def _close(self, environment: Environment) -> None:
+        """Runs to its end even if this task is cancelled (again) while it waits."""
+
+        async def close() -> None:
+            try:
+                async with asyncio.timeout(self._s.settings.close_seconds):
+                    await environment.close()
+            except TimeoutError:
+                pass  # the pool reaps it; nobody waits for it here
+            self._s.journal.emit(EnvironmentClosed(self.id))
+
+        self.stage, self.since = "close", now()
+        self._closing = asyncio.create_task(close(), name=f"close {self.id}")
+        await asyncio.shield(self._closing)
+
+    async def _within(self, stage: str, limit: float, failure: type[PortError], work: Awaitable[T]) -> T:
+        """`work` under the stage's deadline and what is left of the episode's; its time is added to the stage."""
+        left = self._s.settings.episode_seconds - sum(self.seconds.values())
+        self.stage, self.since = stage, now()
+        try:
+            async with asyncio.timeout(min(limit, left)):
+                return await work
+        except TimeoutError:
+            where = f"{self.id} ({self.task.id}) turn {len(self.turns)}"
+            raise failure(f"{where}: {stage} gave no answer within {min(limit, left):.3g} s; "
+                          f"the trajectory is {now() - self.started:.3g} s old") from None
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + now() - self.since

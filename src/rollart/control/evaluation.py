@@ -1,0 +1,71 @@
+"""Held-out evaluation at one pinned version, beside training.
+
+Keeps true: all episodes of one evaluation see the same weights, whatever training does meanwhile (an engine of its
+own, never updated while it runs); they take no slots, are not in the ledger's counts, and no training step waits for
+them (S6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rollart.control.env_manager import EnvManager, Services
+from rollart.control.weight_sync import WeightSync
+from rollart.core.clock import now
+from rollart.core.errors import InvariantViolated
+from rollart.core.events import EvalEnded, EvalStarted, EvalTrajectory
+from rollart.core.types import EvalResult, Manifest, Task, Trajectory, TrajectoryId
+
+
+class Evaluator:
+    """`services.proxy` must lead to engines that only the evaluator updates. `concurrent`: episodes at once."""
+
+    def __init__(self, services: Services, tasks: Sequence[Task], *, concurrent: int = 64) -> None:
+        if concurrent < 1:
+            raise ValueError(f"evaluation needs at least 1 concurrent episode; got {concurrent}")
+        self._s, self._tasks, self._concurrent = services, tasks, concurrent
+        self.number = 0
+        self.results: list[tuple[EvalResult, ...]] = []
+
+    async def run(self, manifest: Manifest, sync: WeightSync | None = None) -> tuple[EvalResult, ...]:
+        """Play every task once; one result per domain, in the tasks' order. Failed episodes count as not solved."""
+        number, self.number = self.number, self.number + 1
+        started = now()
+        proxy = self._s.proxy
+        if sync:
+            sync.pin(manifest)
+        try:
+            for engine in proxy.engines:
+                await proxy.bring_up(engine, manifest)
+        finally:
+            if sync:
+                await sync.unpin(manifest)
+        self._s.journal.emit(EvalStarted(number, manifest.version, len(self._tasks)))
+        room = asyncio.Semaphore(self._concurrent)
+
+        async def play(index: int, task: Task) -> Trajectory:
+            async with room:
+                trajectory = await EnvManager(TrajectoryId(number, index, "e"), task, self._s).run()
+            if any(turn.completion.segments != ((manifest.version, 0),) for turn in trajectory.turns):
+                raise InvariantViolated(f"I1: {trajectory.id} is pinned at version {manifest.version}, but saw others")
+            self._s.journal.emit(EvalTrajectory(number, manifest.version, trajectory))
+            return trajectory
+
+        async with asyncio.TaskGroup() as nursery:
+            playing = [nursery.create_task(play(i, task), name=f"e{number}.{i}") for i, task in enumerate(self._tasks)]
+        results = summarise([p.result() for p in playing], manifest.version)
+        self.results.append(results)
+        self._s.journal.emit(EvalEnded(number, manifest.version, results, now() - started))
+        return results
+
+
+def summarise(trajectories: Sequence[Trajectory], version: int) -> tuple[EvalResult, ...]:
+    """Mean success and reward per domain; a failed episode is counted, and is not a success."""
+    out = []
+    for domain in dict.fromkeys(t.task.domain for t in trajectories):
+        mine = [t for t in trajectories if t.task.domain == domain]
+        scores = [t.score for t in mine if t.good and t.score is not None]
+        out.append(EvalResult(domain, version, len(mine), sum(s.success for s in scores) / len(mine),
+                              sum(s.value for s in scores) / len(mine), len(mine) - len(scores)))
+    return tuple(out)

@@ -1,0 +1,232 @@
+"""The whole run on one page.
+
+    RolloutScheduler --open groups--> SampleBuffer --oldest batch--> Trainer.step
+          ^                               ^                               |
+          |  slots freed, once live       |  advance(version)             v
+          +-------------------------------+----- LLMProxy.update <-- Trainer.publish   (overlaps the next step)
+
+The six steps of the paper, per version: (1) get_batch: wait for a full batch, stale groups evicted first; (2) suspend,
+(3) update, (4) resume, (5) recompute KV of what is in flight; (6) train_step, beside rollout. Steps 2-5 run as soon as
+the published weights can be read, not only at the next get_batch: rollout is on newer weights for longer, and with
+alpha = 0 there is no batch to wait for before them.
+
+waits for                                        | woken by
+rollout    : a free slot                         | weights live (or the schedule's moment), a group that was given up
+train      : a full batch, the previous publish  | a complete group; the end of WeightSync.sync
+sync       : Trainer.publish, [one_off: end of   | the trainer; the last open group
+             the round], every live engine       | the engines
+supervisor : a lost engine                       | the cluster, the proxy
+evaluation : its own episodes                    | (nobody waits for it but the end of the run)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Protocol
+
+from rollart.algo.samples import make_batch
+from rollart.algo.settings import AlgoSettings
+from rollart.control.evaluation import Evaluator
+from rollart.control.rollout_scheduler import RolloutScheduler
+from rollart.control.sample_buffer import SampleBuffer
+from rollart.control.settings import Overlap, Schedule
+from rollart.control.supervisor import Supervisor
+from rollart.control.weight_sync import WeightSync
+from rollart.core.changed import Changed
+from rollart.core.clock import now
+from rollart.core.errors import TrainerLost
+from rollart.core.events import BatchTaken, CheckpointSaved, RunEnded, RunStarted, Settled, SlotsFreed, StepEnded
+from rollart.core.ports import Journal, TaskSource, Trainer
+from rollart.core.types import Fate, Group, Restored, StepReport, Version
+
+
+class Checkpoints(Protocol):
+    """Where checkpoints go. `save` returns once the complete marker is written; the ledger is flushed before it."""
+
+    async def save(self, version: Version, state: Mapping[str, Any], trainer: Trainer) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSettings:
+    """steps: optimizer steps in all. checkpoint_every, eval_every: steps (0: at the end only; evaluation is also done
+    before the first step). step_seconds: deadline of one optimizer step."""
+
+    steps: int = 100
+    checkpoint_every: int = 10
+    eval_every: int = 0
+    step_seconds: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.checkpoint_every < 0 or self.eval_every < 0 or not self.step_seconds > 0:
+            raise ValueError(f"needs steps >= 1, checkpoint_every >= 0, eval_every >= 0, step_seconds > 0; got {self}")
+
+
+class Pipeline:
+    """One run. `stop()` asks it to end after the current step, resumable."""
+
+    def __init__(self, settings: PipelineSettings, *, algo: AlgoSettings, buffer: SampleBuffer, changed: Changed,
+                 rollout: RolloutScheduler, sync: WeightSync, supervisor: Supervisor, trainer: Trainer,
+                 tasks: TaskSource, journal: Journal, checkpoints: Checkpoints | None = None,
+                 evaluator: Evaluator | None = None) -> None:
+        self.settings, self.algo, self.buffer, self.changed = settings, algo, buffer, changed
+        self.rollout, self.sync, self.supervisor, self.trainer = rollout, sync, supervisor, trainer
+        self.tasks, self.journal, self.checkpoints, self.evaluator = tasks, journal, checkpoints, evaluator
+        self._syncing: asyncio.Task[None] | None = None
+        self._evaluating: asyncio.Task[object] | None = None
+        self._stop = False
+        self._saved: Version | None = None
+
+    def stop(self) -> None:
+        """End after the step under way, with a checkpoint; `run` then returns False."""
+        self._stop = True
+        self.changed.notify()
+
+    async def run(self, restored: Restored | None = None) -> bool:
+        """Train to `settings.steps`. True if it got there, False if it was stopped. Raises RunError, PortError."""
+        buffer = self.buffer
+        first = buffer.version
+        self.journal.emit(RunStarted(first, self.settings.steps, restored is not None))
+        if restored:
+            self.rollout.restore(restored)
+        async with asyncio.TaskGroup() as nursery:
+            supervising = nursery.create_task(self.supervisor.run(nursery), name="supervisor")
+            await self.sync.sync(first, self._at_once)
+            self._evaluate(nursery)
+            rollout = nursery.create_task(self.rollout.run(nursery), name="rollout")
+            while buffer.version < self.settings.steps and not self._stop:
+                groups, waited = await self._get_batch()
+                if not groups:
+                    break
+                report = await self._train(groups, waited)
+                await self._join_sync()
+                self._advance(groups, report)
+                self._syncing = nursery.create_task(self._sync(buffer.version), name=f"sync {buffer.version}")
+                await self._checkpoint()
+                if self.settings.eval_every and buffer.version % self.settings.eval_every == 0:
+                    self._evaluate(nursery)
+            rollout.cancel()
+            finished = buffer.version >= self.settings.steps
+            await self._join_sync()
+            await self._end(finished, nursery)
+            supervising.cancel()
+        self.journal.emit(RunEnded(buffer.version, "finished" if finished else "interrupted"))
+        return finished
+
+    async def _get_batch(self) -> tuple[tuple[Group, ...], float]:
+        """Step 1. Empty when the run was stopped while waiting."""
+        started = now()
+        if self.schedule.overlap is Overlap.ONE_OFF:
+            await self._join_sync()
+        await self.changed.until(lambda: self._stop or not self.buffer.missing(), who="train",
+                                 what=f"a full batch of {self.buffer.batch_groups} groups",
+                                 seconds=self.rollout.stall_seconds, explain=self.rollout.explain)
+        if self._stop:
+            return (), 0.0
+        groups = self.buffer.take()
+        if self.schedule.overlap is Overlap.NONE:
+            self.rollout.drop(list(self.buffer.open), Fate.CANCELLED, "the batch is full")
+        self.changed.notify()
+        return groups, now() - started
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.buffer.schedule
+
+    async def _train(self, groups: Sequence[Group], waited: float) -> StepReport:
+        """Step 6. Filtered trajectories are settled before the step, trained ones after it."""
+        version = self.buffer.version
+        made = make_batch(version, groups, self.algo)
+        trained = tuple(dict.fromkeys(sample.trajectory for sample in made.batch.samples))
+        oldest = {m.id: m.oldest for group in groups for m in group.members}
+        self.journal.emit(BatchTaken(version, tuple(group.id for group in groups),
+                                     tuple(version - (oldest[id] or 0) for id in trained), waited))
+        try:
+            async with asyncio.timeout(self.settings.step_seconds):
+                report = await self.trainer.step(made.batch)
+        except TimeoutError:
+            raise TrainerLost(f"step {version}: no answer within {self.settings.step_seconds:g} s") from None
+        reasons: dict[str, list[Any]] = {}
+        for id, reason in made.filtered:
+            reasons.setdefault(reason, []).append(id)
+        for reason, ids in reasons.items():
+            self.journal.emit(Settled(tuple(ids), Fate.FILTERED, reason, version))
+        if trained:
+            self.journal.emit(Settled(trained, Fate.TRAINED, "", version))
+        return report
+
+    def _advance(self, groups: Sequence[Group], report: StepReport) -> None:
+        """The trainer stands at the next version: evict what can no longer be trained."""
+        buffer = self.buffer
+        evicted, hopeless = buffer.advance(buffer.version + 1)
+        for group in evicted:
+            self._give_up(group, Fate.STALE, "beyond the staleness bound while it waited")
+        self.rollout.drop(hopeless, Fate.STALE, "beyond the staleness bound")
+        members = [(m.task.domain, m.score) for group in groups for m in group.members if m.score]
+        domains = sorted({domain for domain, _ in members})
+        rewards = {d: fmean(s.value for domain, s in members if domain == d) for d in domains}
+        successes = {d: fmean(float(s.success) for domain, s in members if domain == d) for d in domains}
+        slots = {"free": buffer.free, "open": len(buffer.open), "ready": len(buffer.ready),
+                 "training": sum(buffer.training.values())}
+        self.journal.emit(StepEnded(buffer.version, report, rewards, successes, slots))
+        buffer.check()
+        self.changed.notify()
+
+    def _give_up(self, group: Group, fate: Fate, reason: str) -> None:
+        self.tasks.put_back(group.task)
+        self.journal.emit(Settled(tuple(m.id for m in group.members), fate, reason))
+
+    async def _sync(self, version: Version) -> None:
+        """Steps 2-5, beside the next step; then the slots that paid for these weights are free."""
+        await self.sync.sync(version, self._round_over)
+        groups = self.buffer.live(version)
+        self.journal.emit(SlotsFreed(version, groups))
+        self.changed.notify()
+
+    async def _at_once(self) -> None:
+        return
+
+    async def _round_over(self) -> None:
+        if self.schedule.overlap is Overlap.ONE_OFF:
+            await self.changed.until(lambda: self._stop or not self.buffer.open, who="sync",
+                                     what="the end of the round", seconds=self.rollout.stall_seconds,
+                                     explain=self.rollout.explain)
+
+    async def _join_sync(self) -> None:
+        if self._syncing:
+            await self._syncing
+            self._syncing = None
+
+    async def _checkpoint(self, *, now_due: bool = False) -> None:
+        version, every = self.buffer.version, self.settings.checkpoint_every
+        due = now_due or version == self.settings.steps or (every and version % every == 0)
+        if self.checkpoints and due and self._saved != version:
+            started = now()
+            state = {"version": version, "evaluations": self.evaluator.number if self.evaluator else 0}
+            path = await self.checkpoints.save(version, state, self.trainer)
+            self._saved = version
+            self.journal.emit(CheckpointSaved(version, path, now() - started))
+
+    def _evaluate(self, nursery: asyncio.TaskGroup) -> None:
+        """Evaluate the newest live weights beside training; skipped while an evaluation still runs."""
+        if self.evaluator and self.sync.current and (self._evaluating is None or self._evaluating.done()):
+            self._evaluating = nursery.create_task(self.evaluator.run(self.sync.current, self.sync), name="evaluation")
+
+    async def _end(self, finished: bool, nursery: asyncio.TaskGroup) -> None:
+        """Everything that still runs is ended and told; a finished run is evaluated once more."""
+        await self.rollout.stop(keep=not finished)
+        await self._checkpoint(now_due=True)
+        if self._evaluating and finished:
+            await self._evaluating
+        elif self._evaluating:
+            self._evaluating.cancel()
+        if finished:
+            for group in list(self.buffer.ready.values()):
+                del self.buffer.ready[group.id]
+                self._give_up(group, Fate.CANCELLED, "the run has ended")
+            self._evaluating = None
+            self._evaluate(nursery)
+            if self._evaluating:
+                await self._evaluating

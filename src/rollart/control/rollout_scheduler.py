@@ -1,0 +1,185 @@
+"""Rollout scheduler: keeps the buffer's slots full of groups, and ends those that nobody will train.
+
+Keeps true: every admitted group ends exactly once: in the buffer, given up (its task comes again, or is counted as
+failed), or cancelled; its slot is then free. A raising group ends the run at once.
+Waits for: a free slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rollart.control.env_manager import Services
+from rollart.control.group import GroupRun
+from rollart.control.sample_buffer import SampleBuffer
+from rollart.core.changed import Changed
+from rollart.core.clock import now
+from rollart.core.errors import RunError
+from rollart.core.events import GroupEnded, GroupOpened, GroupReady, Settled
+from rollart.core.ports import TaskSource
+from rollart.core.types import Fate, Group, Restored, Task, Trajectory, TrajectoryId, Unfinished, Version
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """One running trajectory, for status and for the text of a stall."""
+
+    id: TrajectoryId
+    task: str
+    stage: str
+    stage_seconds: float
+    age_seconds: float
+    turns: int
+    oldest: Version | None
+
+
+class RolloutScheduler:
+    """Opens groups while there are slots. `dispatched` counts members started since the process began."""
+
+    def __init__(self, services: Services, buffer: SampleBuffer, tasks: TaskSource, changed: Changed) -> None:
+        self._s, self._buffer, self._tasks, self._changed = services, buffer, tasks, changed
+        self._settings = services.settings
+        self.groups: dict[int, GroupRun] = {}
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._restored: deque[Unfinished] = deque()
+        self._next = 0
+        self._failed_in_a_row = 0
+        self._stopping = False
+
+    def restore(self, restored: Restored) -> None:
+        """Take over what a crash left. Call once, before `run`, with the buffer at the checkpoint's version.
+
+        Finished members are kept if no token is newer than the checkpoint (those weights are gone) and the bound
+        allows; complete groups go to the buffer, others go on with what they have; what finds no slot is put back.
+        """
+        if restored.source is not None:
+            self._tasks.restore(restored.source)
+        self._next = restored.next_group
+        order = sorted(restored.groups, key=lambda g: (min((m.oldest or 0 for m in g.finished), default=g.born), g.id))
+        for left in order:
+            kept = [m for m in left.finished if self._usable(m)]
+            if dropped := tuple(m.id for m in left.finished if m not in kept):
+                self._s.journal.emit(Settled(dropped, Fate.STALE, "resume: its weights are gone, or it is too old"))
+            if len(self._restored) + len(self._buffer.open) + len(self._buffer.ready) < self._buffer.slots:
+                self._restored.append(Unfinished(left.id, left.task, min(left.born, self._buffer.version), tuple(kept),
+                                                 left.started))
+            else:
+                if kept:
+                    self._s.journal.emit(Settled(tuple(m.id for m in kept), Fate.CANCELLED, "resume: no slot"))
+                self._tasks.put_back(left.task)
+                self._s.journal.emit(GroupEnded(left.id, False, "resume: no slot", self._tasks.state()))
+
+    def _usable(self, member: Trajectory) -> bool:
+        version = self._buffer.version
+        if member.oldest is None or member.newest is None:
+            return member.good
+        return member.good and member.newest <= version and version - member.oldest <= self._buffer.alpha
+
+    async def run(self, nursery: asyncio.TaskGroup) -> None:
+        """Open groups for ever."""
+        while True:
+            await self._changed.until(lambda: self._buffer.free > 0, who="rollout", what="a free slot",
+                                      seconds=self._settings.stall_seconds, explain=self.explain)
+            self._check_failures()
+            if self._restored:
+                left = self._restored.popleft()
+                self._open(nursery, left.id, left.task, left.born, left.finished, left.started)
+            else:
+                task = self._tasks.next()
+                self._open(nursery, self._next, task, self._s.proxy.version, (), 0)
+
+    def _open(self, nursery: asyncio.TaskGroup, id: int, task: Task, born: Version, finished: Sequence[Trajectory],
+              started: int) -> None:
+        self._next = max(self._next, id + 1)
+        self._buffer.admit(id, born)
+        group = GroupRun(id, task, born, self._s, on_age=self._age, finished=finished, started=started)
+        self.groups[id] = group
+        self._age(id, group.oldest)
+        self._s.journal.emit(GroupOpened(id, task, born, self._tasks.state(), len(finished)))
+        running = nursery.create_task(self._drive(group), name=f"group {id}")
+        self._running[id] = running
+        running.add_done_callback(partial(self._closed, group))
+
+    def _age(self, id: int, oldest: Version | None) -> None:
+        if id in self._buffer.open and not self._buffer.note(id, oldest):
+            self.drop([id], Fate.STALE, "beyond the staleness bound")
+
+    async def _drive(self, group: GroupRun) -> None:
+        try:
+            if await group.run():
+                self._complete(group)
+            else:
+                group.end_fate = Fate.FAILED
+                group.end_reason = f"{group.failures} members failed, the last: {(group.errors or ['?'])[-1]}"
+        finally:
+            await group.stop()
+
+    def _complete(self, group: GroupRun) -> None:
+        finished = Group(group.id, group.task, group.born, tuple(group.good))
+        if self._buffer.put(finished):
+            group.kept = True
+            self._failed_in_a_row = 0
+            self._s.journal.emit(GroupReady(finished))
+            self._changed.notify()
+        else:
+            group.end_fate, group.end_reason = Fate.STALE, "beyond the staleness bound when it was complete"
+
+    def _closed(self, group: GroupRun, task: asyncio.Task[None]) -> None:
+        """Always runs, even for a group that was cancelled before its first step, whose `finally` never would."""
+        del self.groups[group.id], self._running[group.id]
+        if group.id in self._buffer.open:
+            self._buffer.discard(group.id)
+        if self._stopping:
+            return  # the group and its good members survive the run: resume goes on with them
+        if not group.kept:
+            group.give_up()
+            if group.end_fate is Fate.FAILED:
+                self._failed_in_a_row += 1
+            else:
+                self._tasks.put_back(group.task)
+        self._s.journal.emit(GroupEnded(group.id, group.kept, "" if group.kept else group.end_reason,
+                                        self._tasks.state()))
+        self._changed.notify()
+
+    def _check_failures(self) -> None:
+        if self._failed_in_a_row >= self._settings.max_failed_groups:
+            raise RunError(f"{self._failed_in_a_row} groups in a row were given up (rollout.max_failed_groups = "
+                           f"{self._settings.max_failed_groups}); see the failure reasons in the run's report")
+
+    def drop(self, ids: Sequence[int], fate: Fate, reason: str) -> None:
+        """End open groups that nobody will train."""
+        for id in ids:
+            if id in self._running and not self._running[id].done():
+                self.groups[id].end_fate, self.groups[id].end_reason = fate, reason
+                self._running[id].cancel()
+
+    async def stop(self, *, keep: bool) -> None:
+        """End all open groups. `keep`: for a later resume (their finished members stay in flight)."""
+        self._stopping = keep
+        running = list(self._running.values())
+        self.drop(list(self._running), Fate.CANCELLED, "interrupted" if keep else "the run has ended")
+        if running:
+            await asyncio.wait(running)
+            await asyncio.sleep(0)  # the done-callbacks
+
+    @property
+    def stall_seconds(self) -> float:
+        """The longest that a loop waits for rollout."""
+        return self._settings.stall_seconds
+
+    def in_flight(self) -> list[InFlight]:
+        """Running trajectories, the oldest first."""
+        managers = [m for group in self.groups.values() for m in group.members.values()]
+        time = now()
+        return [InFlight(m.id, m.task.id, m.stage, time - m.since, time - m.started, len(m.turns), m.oldest)
+                for m in sorted(managers, key=lambda m: (m.started, m.id))]
+
+    def explain(self) -> str:
+        """The oldest running trajectories in words, for the text of a stall."""
+        oldest = self.in_flight()[:3]
+        return "; ".join(f"{i.id} ({i.task}) in {i.stage} for {i.stage_seconds:.0f} s, {i.age_seconds:.0f} s old, "
+                         f"{i.turns} turns" for i in oldest) or "no trajectory is running"

@@ -1,0 +1,144 @@
+"""Sample buffer: the slots of groups, and the staleness bound.
+
+Keeps true: a group trained at version n has n - oldest <= alpha, where oldest is the version of the oldest sampled
+token of its members (queue time included). How:
+
+  admission   at most (alpha + 1) * batch groups are open, ready or in training, so that a group admitted now is at most
+              alpha steps old when its turn comes (oldest first); slots are freed when the schedule says;
+  eviction    when the trainer moves to n, ready groups beyond the bound are dropped and open ones called hopeless;
+  or waiting  with policy `wait` a batch is taken only if what it leaves behind can still be trained in time.
+
+Waiting, exactly. A group's deadline is oldest + alpha. After a step at n takes its batch, each later step n+k takes
+`batch` more, so at most k * batch of the groups left may have a deadline <= n+k. A batch is therefore ready when, for
+each k in 0..alpha, it holds enough of the groups with deadline <= n+k.   Example, batch 1, alpha 2, deadlines open
+{2, 2}, ready {3}, n = 1: taking the ready one would leave two groups for the one step at 2; so the trainer waits.
+
+Pure state: no awaits, no clock. Whoever changes it notifies the waiters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollart.control.settings import FreeSlots, Schedule
+from rollart.core.errors import InvariantViolated
+from rollart.core.types import Group, StalePolicy, Version
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """`oldest`: version of its oldest sampled token so far; None before the first."""
+
+    born: Version
+    oldest: Version | None = None
+
+
+class SampleBuffer:
+    """Slots for groups. `version` is the trainer's: n, the number of optimizer steps done."""
+
+    def __init__(self, *, batch_groups: int, alpha: int, schedule: Schedule, stale: StalePolicy = StalePolicy.ABORT,
+                 spare_groups: int = 0, version: Version = 0) -> None:
+        if batch_groups < 1 or alpha < 0 or spare_groups < 0:
+            raise ValueError(f"need batch_groups >= 1, alpha >= 0, spare_groups >= 0; got {batch_groups=} {alpha=} "
+                             f"{spare_groups=}")
+        if stale is StalePolicy.WAIT and spare_groups:
+            raise ValueError(f"stale = wait trains every group, so spare_groups must be 0; got {spare_groups}")
+        self.batch_groups, self.alpha, self.schedule, self.stale = batch_groups, alpha, schedule, stale
+        self.version = version
+        self.slots = (alpha + 1) * batch_groups + spare_groups
+        if schedule.free is FreeSlots.TAKEN:
+            self.slots = batch_groups + spare_groups
+        self.open: dict[int, OpenGroup] = {}
+        self.ready: dict[int, Group] = {}
+        self.training: dict[Version, int] = {}
+        """Slots held by trained groups, by the version that their step makes."""
+
+    @property
+    def free(self) -> int:
+        """Slots that a new group may take."""
+        return self.slots - len(self.open) - len(self.ready) - sum(self.training.values())
+
+    def admit(self, group: int, born: Version) -> None:
+        """A new group takes a slot."""
+        if self.free < 1:
+            raise InvariantViolated(f"I4: group {group} admitted although all {self.slots} slots are taken")
+        self.open[group] = OpenGroup(born)
+
+    def note(self, group: int, oldest: Version | None) -> bool:
+        """An open group's oldest sampled version is now `oldest`. False if it can no longer be trained in time."""
+        self.open[group].oldest = oldest
+        return not (self.schedule.check_always and oldest is not None and self.version - oldest > self.alpha)
+
+    def put(self, group: Group) -> bool:
+        """Store a complete group; False (and its slot is free) if it is already too old to train."""
+        del self.open[group.id]
+        if self.schedule.check_always and self.version - group.oldest > self.alpha:
+            return False
+        self.ready[group.id] = group
+        return True
+
+    def discard(self, group: int) -> None:
+        """An open group is given up."""
+        del self.open[group]
+
+    def _batch(self) -> list[Group]:
+        return sorted(self.ready.values(), key=lambda g: (g.oldest, g.id))[: self.batch_groups]
+
+    def missing(self) -> int:
+        """How many more ready groups `take` needs; 0 means that it will succeed."""
+        short = max(0, self.batch_groups - len(self.ready))
+        if self.stale is StalePolicy.ABORT or not self.schedule.check_always:
+            return short
+        oldest = [g.oldest for g in self.ready.values()]
+        oldest += [o.oldest for o in self.open.values() if o.oldest is not None]
+        batch = [g.oldest for g in self._batch()]
+        for k in range(self.alpha):
+            due = self.version + k - self.alpha
+            needed = sum(1 for v in oldest if v <= due) - k * self.batch_groups
+            short = max(short, needed - sum(1 for v in batch if v <= due))
+        return short
+
+    def take(self) -> tuple[Group, ...]:
+        """The oldest full batch; call when `missing()` is 0."""
+        if self.missing():
+            raise InvariantViolated(f"take called with {len(self.ready)} ready groups, {self.missing()} too few")
+        chosen = self._batch()
+        for group in chosen:
+            del self.ready[group.id]
+            if self.schedule.check_always and self.version - group.oldest > self.alpha:
+                raise InvariantViolated(f"I1: group {group.id} is {self.version - group.oldest} versions old at "
+                                        f"version {self.version}, the bound is {self.alpha}")
+        if self.schedule.free is not FreeSlots.TAKEN:
+            self.training[self.version + 1] = len(chosen)
+        return tuple(chosen)
+
+    def advance(self, version: Version) -> tuple[list[Group], list[int]]:
+        """The trainer reached `version`. Returns (evicted ready groups, ids of open groups that are now hopeless)."""
+        if version != self.version + 1:
+            raise InvariantViolated(f"I5: the trainer went from version {self.version} to {version}")
+        self.version = version
+        if self.schedule.free is FreeSlots.STEPPED:
+            self.training.pop(version, None)
+        if not self.schedule.check_always:
+            return [], []
+        evicted = [g for g in self.ready.values() if version - g.oldest > self.alpha]
+        for group in evicted:
+            del self.ready[group.id]
+        hopeless = [i for i, o in self.open.items() if o.oldest is not None and version - o.oldest > self.alpha]
+        if self.stale is StalePolicy.WAIT and (evicted or hopeless):
+            raise InvariantViolated(f"I1: policy wait let {len(evicted)} ready and {len(hopeless)} open groups grow "
+                                    f"older than {self.alpha} versions")
+        return evicted, hopeless
+
+    def live(self, version: Version) -> int:
+        """The weights of `version` are served: the slots that paid for them are free. Returns how many."""
+        return self.training.pop(version, 0)
+
+    def check(self) -> None:
+        """Raise InvariantViolated if the state contradicts the bound or the slots."""
+        if self.free < 0:
+            raise InvariantViolated(f"I4: {len(self.open)} open + {len(self.ready)} ready + "
+                                    f"{sum(self.training.values())} training groups exceed {self.slots} slots")
+        for group in self.ready.values():
+            if self.schedule.check_always and self.version - group.oldest > self.alpha:
+                raise InvariantViolated(f"I1: ready group {group.id} is {self.version - group.oldest} versions old")
