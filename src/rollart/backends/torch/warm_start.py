@@ -1,0 +1,146 @@
+"""A first policy by imitation, so that reinforcement starts where rewards are not all zero; and a cache of it.
+
+Keeps true: only action tokens are imitated; the result is a function of model, sequences and settings; a cached
+folder is whole or absent, also when two processes make the same one at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rollart.backends.torch.learner import apply_gradient, autocast, make_optimizer, rate_at, sync_folder
+from rollart.backends.torch.losses import action_logprobs, pack_sequences
+from rollart.backends.torch.transformer import Transformer
+from rollart.core.clock import stream
+from rollart.core.errors import ConfigError
+
+MARKER = "complete"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartSettings:
+    """Imitation before reinforcement. Raises ValueError.
+
+    demonstrations: episodes per domain. error_rate: share of random actions in them, for all domains; error_rates:
+        the same for single domains by name, where it differs. passes: times that each demonstration is used.
+    batch_tokens: tokens per optimizer step. learning_rate: AdamW's, after a warm-up over the first twentieth of the
+        steps. schedule: constant, or linear / cosine down to 0 at the end. weight_decay: of matrices, per unit of
+        learning rate. seed: of the order of sequences, and of the demonstrations.
+    """
+
+    demonstrations: int = 512
+    error_rate: float = 0.3
+    error_rates: Mapping[str, float] = field(default_factory=dict)
+    passes: int = 4
+    batch_tokens: int = 4096
+    learning_rate: float = 2e-3
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    weight_decay: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("demonstrations", "passes", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}")
+        for name, rate in (("error_rate", self.error_rate), *((f"error_rates.{d}", r) for d, r in
+                                                              self.error_rates.items())):
+            if not 0 <= rate <= 1:
+                raise ValueError(f"{name} must be a share between 0 and 1; got {rate!r}")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"learning_rate must be a finite number above 0; got {self.learning_rate!r}")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ValueError(f"weight_decay must be a finite number >= 0; got {self.weight_decay!r}")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(f"schedule must be constant, linear or cosine; got {self.schedule!r}")
+
+
+def imitate(model: Transformer, sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
+            settings: WarmStartSettings, threads: int,
+            progress: Callable[[int, int, float], None] = lambda step, steps, loss: None) -> dict[str, float]:
+    """Train `model` in place on (ids, mask) pairs, each [T_i]: mean cross-entropy of the tokens with mask 1.
+
+    `progress(step, steps, loss)` is called after each of the `steps`. Returns steps, tokens (of all passes) and the
+    loss (nats per action token) of the first and of the last step. Runs in the calling thread, with `threads` CPU
+    threads. Raises ConfigError without sequences or when the loss is not finite.
+    """
+    if not sequences:
+        raise ConfigError("a warm start needs demonstrations; got none: set demonstrations, or a domain that has them")
+    torch.set_num_threads(threads)
+    device = next(model.parameters()).device
+    optimizer = make_optimizer(model, betas=(0.9, 0.99), eps=1e-8, weight_decay=settings.weight_decay)
+    batches = _batches([len(ids) for ids, _ in sequences], settings)
+    steps, losses = len(batches), []
+    warmup = max(1, steps // 20)
+    for step, members in enumerate(batches):
+        packed = pack_sequences([sequences[i] for i in members], device)
+        with autocast("auto", device):
+            logprobs, _ = action_logprobs(model, packed, 1.0)
+        loss = -logprobs.mean()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        rate = settings.learning_rate * rate_at(step, settings.schedule, warmup, max(steps, warmup + 1))
+        if not math.isfinite(apply_gradient(model, optimizer, rate, 1.0)):
+            raise ConfigError(f"warm start step {step}: the loss is not finite; lower learning_rate "
+                              f"(now {settings.learning_rate:g})")
+        progress(step + 1, steps, losses[-1])
+    return {"steps": float(steps), "tokens": float(settings.passes * sum(len(ids) for ids, _ in sequences)),
+            "first_loss": losses[0], "last_loss": losses[-1]}
+
+
+def _batches(lengths: Sequence[int], settings: WarmStartSettings) -> list[list[int]]:
+    """Indices of each step. Every pass deals all sequences out in a new order, so that each step is a mixture."""
+    batches: list[list[int]] = []
+    for number in range(settings.passes):
+        order = list(range(len(lengths)))
+        stream(settings.seed, "imitate", number).shuffle(order)
+        room = 0
+        for index in order:
+            if lengths[index] > room:
+                batches.append([])
+                room = settings.batch_tokens
+            batches[-1].append(index)
+            room -= lengths[index]
+    return batches
+
+
+def cached(folder: Path, key: Mapping[str, Any]) -> Path | None:
+    """The folder that `store` made for `key`, if there is a whole one. `key`: JSON, all that the result depends on."""
+    found = folder / _name(key)
+    return found if (found / MARKER).exists() else None
+
+
+def store(folder: Path, key: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
+    """Let `write` fill a folder and give it its name in one rename, marker last. If another process was first, its
+    folder is kept. Nothing is left behind when `write` fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / _name(key)
+    made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder))
+    try:
+        write(made)
+        (made / "key.json").write_text(json.dumps(key, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        sync_folder(made)
+        (made / MARKER).touch()
+        sync_folder(made)
+        made.chmod(0o755)
+        try:
+            made.rename(target)
+        except OSError:
+            if cached(folder, key) is None:
+                raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return target
+
+
+def _name(key: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
