@@ -25,6 +25,8 @@ class GroupRun:
         self.good: list[Trajectory] = list(finished)
         self.members: dict[asyncio.Task[Trajectory], EnvManager] = {}
         self.started, self.failures = started, 0
+        self._started_before = started
+        self._stopping: dict[asyncio.Task[Trajectory], EnvManager] = {}
         self.errors: list[str] = []
         self.kept = False
         """The buffer has it: its good members are no longer this group's to give up."""
@@ -36,6 +38,16 @@ class GroupRun:
         """Version of the oldest sampled token of any member that may still be trained."""
         versions = [m.oldest for m in self.good] + [m.oldest for m in self.members.values()]
         return min((v for v in versions if v is not None), default=None)
+
+    @property
+    def in_flight(self) -> int:
+        """Members without a final fate that are this group's (those of a kept group are the buffer's)."""
+        return len(self.members) + len(self._stopping) + (0 if self.kept else len(self.good))
+
+    @property
+    def dispatched(self) -> int:
+        """Members started by this process."""
+        return self.started - self._started_before
 
     def _start(self) -> None:
         id = TrajectoryId(self.id, self.started)
@@ -73,16 +85,17 @@ class GroupRun:
 
     async def stop(self) -> None:
         """Cancel what still runs and wait until it has cleaned up, even if this task is cancelled meanwhile."""
-        members, self.members = self.members, {}
-        for member in members:
+        self._stopping, self.members = self.members, {}
+        for member in self._stopping:
             member.cancel()
         cancelled = False
-        while running := [member for member in members if not member.done()]:
+        while running := [member for member in self._stopping if not member.done()]:
             try:
                 await asyncio.wait(running)
             except asyncio.CancelledError:
                 cancelled = True
-        for manager in members.values():
+        stopped, self._stopping = self._stopping, {}
+        for manager in stopped.values():
             ended = manager.trajectory(Outcome.ABORTED, error=self.end_reason)
             self._s.journal.emit(TrajectoryEnded(ended, self.end_fate))
         if cancelled:

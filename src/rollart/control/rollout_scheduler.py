@@ -38,7 +38,7 @@ class InFlight:
 
 
 class RolloutScheduler:
-    """Opens groups while there are slots. `dispatched` counts members started since the process began."""
+    """Opens groups while there are slots."""
 
     def __init__(self, services: Services, buffer: SampleBuffer, tasks: TaskSource, changed: Changed) -> None:
         self._s, self._buffer, self._tasks, self._changed = services, buffer, tasks, changed
@@ -48,6 +48,7 @@ class RolloutScheduler:
         self._restored: deque[Unfinished] = deque()
         self._next = 0
         self._failed_in_a_row = 0
+        self._dispatched = 0
         self._stopping = False
 
     def restore(self, restored: Restored) -> None:
@@ -131,6 +132,7 @@ class RolloutScheduler:
     def _closed(self, group: GroupRun, task: asyncio.Task[None]) -> None:
         """Always runs, even for a group that was cancelled before its first step, whose `finally` never would."""
         del self.groups[group.id], self._running[group.id]
+        self._dispatched += group.dispatched
         if group.id in self._buffer.open:
             self._buffer.discard(group.id)
         if self._stopping:
@@ -170,6 +172,17 @@ class RolloutScheduler:
     def stall_seconds(self) -> float:
         """The longest that a loop waits for rollout."""
         return self._settings.stall_seconds
+
+    @property
+    def dispatched(self) -> int:
+        """Trajectories started by this process."""
+        return self._dispatched + sum(group.dispatched for group in self.groups.values())
+
+    @property
+    def unsettled(self) -> int:
+        """Trajectories that are running or wait in an open group or in the buffer (not those in training)."""
+        return (sum(group.in_flight for group in self.groups.values())
+                + sum(len(group.members) for group in self._buffer.ready.values()))
 
     def in_flight(self) -> list[InFlight]:
         """Running trajectories, the oldest first."""

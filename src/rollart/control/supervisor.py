@@ -64,7 +64,7 @@ class Supervisor:
                     return
             self.given_up[engine] = reason
             if len(self.given_up) == len(self._proxy.engines):
-                raise RunError(f"no engine is left; the last, {engine}, was given up after {self._max} restarts: {reason}")
+                raise RunError(f"no engine is left; {engine} was given up after {self._max} restarts: {reason}")
         finally:
             del self._mending[engine]
             self._changed.notify()

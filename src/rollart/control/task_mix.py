@@ -47,8 +47,8 @@ class TaskMix:
         return self._shares[name].task(index)
 
     def put_back(self, task: Task) -> None:
-        """The task was not trained: it comes again. Its id ends in `:number`; works across a resume too."""
-        name, index = task.domain, int(task.id.rsplit(":", 1)[-1])
+        """The task was not trained: it comes again. Its id ends in `/number`; works across a resume too."""
+        name, index = task.domain, int(task.id.rsplit("/", 1)[-1])
         if name in self._shares and self._shares[name].task(index).id != task.id:
             raise ValueError(f"task {task.id} is not number {index} of {name}: did the domain's settings change?")
         if name in self._shares:
