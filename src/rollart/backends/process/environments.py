@@ -1,0 +1,178 @@
+"""Environments in worker processes, one at a time in each.
+
+Keeps true: a hang, a crash, a memory blow-up or global state of one environment harms no other; a cancelled call
+leaves no process behind; every error names the task, the domain, the stage and the seconds. It waits for a free
+process, for the opening and for each step, each with its own deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollart.backends.process import wire
+from rollart.backends.process.pool import NoFreeWorker, Worker, WorkerFailed, WorkerPool
+from rollart.core.errors import EnvironmentFailed
+from rollart.core.types import Action, Observation, Task
+from rollart.envs.domain import make_domain
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSettings:
+    """max_processes: environments open at a time; more wait (processes).
+
+    memory_mb: how much a process may grow (10^6 bytes; enforced on Linux).
+    message_mb: the largest answer of an environment (10^6 bytes).
+    wait_seconds: deadline for a process to become free (seconds).
+    open_seconds: deadline of one opening, the first observation included (seconds).
+    call_seconds: deadline of a step and of a close (seconds).
+    open_retries: further attempts after a failed opening.
+    retry_seconds: pause before the first of them; it doubles each time, times 0.5 to 1.5 by chance (seconds).
+    idle_processes: kept for the next opening (processes).
+    """
+
+    max_processes: int = 64
+    memory_mb: int = 1024
+    message_mb: int = 16
+    wait_seconds: float = 600.0
+    open_seconds: float = 60.0
+    call_seconds: float = 60.0
+    open_retries: int = 2
+    retry_seconds: float = 0.5
+    idle_processes: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("max_processes", "memory_mb", "message_mb", "wait_seconds", "open_seconds", "call_seconds"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+        for name in ("open_retries", "retry_seconds", "idle_processes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class ProcessStats:
+    """Processes now (live, idle of them) and counts so far: environments opened, failed calls, processes killed."""
+
+    live: int
+    idle: int
+    opened: int
+    failed: int
+    killed: int
+
+
+class ProcessEnvironments:
+    """An EnvironmentPool over domains, given as settings by name. Raises ConfigError for what no domain knows."""
+
+    def __init__(self, domains: Mapping[str, Mapping[str, Any]], settings: ProcessSettings) -> None:
+        self._known = {make_domain(name, values).name for name, values in domains.items()}
+        self._settings = settings
+        self._workers = WorkerPool(domains=domains, rewards={}, processes=settings.max_processes,
+                                   idle=settings.idle_processes, memory_mb=settings.memory_mb,
+                                   message_mb=settings.message_mb)
+        self._opened = self._failed = 0
+
+    def stats(self) -> ProcessStats:
+        workers = self._workers
+        return ProcessStats(workers.live, workers.idle, self._opened, self._failed, workers.killed)
+
+    async def open(self, task: Task) -> _ProcessEnvironment:
+        """Open in a process of its own. Raises EnvironmentFailed after the last attempt."""
+        if task.domain not in self._known:
+            raise EnvironmentFailed(f"{task.id}: no domain {task.domain!r} in this pool")
+        error: Exception | None = None
+        for attempt in range(1 + self._settings.open_retries):
+            if attempt:
+                pause = self._settings.retry_seconds * 2 ** (attempt - 1)
+                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+            try:
+                return await self._open(task)
+            except NoFreeWorker as full:
+                raise EnvironmentFailed(f"{_where(task, 'open')}: {full}; raise max_processes") from None
+            except WorkerFailed as failure:
+                self._failed += 1
+                error = failure
+        raise EnvironmentFailed(f"{_where(task, 'open')}, attempt {1 + self._settings.open_retries}: {error}")
+
+    async def close(self) -> None:
+        """Kill every process, open or idle, and wait until they are gone."""
+        await self._workers.close()
+
+    async def _open(self, task: Task) -> _ProcessEnvironment:
+        worker = await self._workers.take(self._settings.wait_seconds)
+        try:
+            first = await worker.call("open", task, seconds=self._settings.open_seconds)
+        except BaseException:
+            self._workers.kill(worker)
+            raise
+        self._opened += 1
+        return _ProcessEnvironment(self, task, worker, wire.unpack_observation(first))
+
+    async def _call(self, task: Task, worker: Worker, *parts: Any) -> Any:
+        """A call of an open environment; whatever goes wrong, its process is killed."""
+        try:
+            return await worker.call(*parts, seconds=self._settings.call_seconds)
+        except WorkerFailed as failure:
+            self._failed += 1
+            self._workers.kill(worker)
+            raise EnvironmentFailed(f"{_where(task, parts[0])}: {failure}") from None
+        except BaseException:
+            self._workers.kill(worker)
+            raise
+
+    def _give_back(self, worker: Worker) -> None:
+        self._workers.give_back(worker)
+
+    def _kill(self, worker: Worker) -> None:
+        self._workers.kill(worker)
+
+
+class _ProcessEnvironment:
+    """One episode in its process. `_worker` is None once the process is no longer ours."""
+
+    def __init__(self, pool: ProcessEnvironments, task: Task, worker: Worker, first: Observation) -> None:
+        self._pool, self._task, self._first = pool, task, first
+        self._worker: Worker | None = worker
+        self._busy = False
+
+    async def first(self) -> Observation:
+        return self._first
+
+    async def step(self, action: Action) -> Observation:
+        return wire.unpack_observation(await self._call("step", str(action.text), action.truncated))
+
+    async def close(self) -> None:
+        worker = self._worker
+        if worker is None:
+            return
+        if self._busy:  # a step of somebody else is still under way: it ends here
+            self._worker = None
+            self._pool._kill(worker)
+            return
+        try:
+            await self._call("close")
+        except EnvironmentFailed:
+            return
+        self._worker = None
+        self._pool._give_back(worker)
+
+    async def _call(self, *parts: Any) -> Any:
+        if self._worker is None:
+            raise EnvironmentFailed(f"{_where(self._task, parts[0])}: it is closed or has failed before")
+        self._busy = True
+        done = False
+        try:
+            value = await self._pool._call(self._task, self._worker, *parts)
+            done = True
+            return value
+        finally:
+            self._busy = False
+            if not done:
+                self._worker = None
+
+
+def _where(task: Task, stage: str) -> str:
+    return f"{task.id}: {stage} in domain {task.domain}"

@@ -1,0 +1,78 @@
+"""The inside of a worker process: one episode at a time, or reward calls, until the main process hangs up.
+
+Keeps true: before every opening the global random streams (`random`, numpy's) are seeded from the task's id, so an
+episode does not depend on what its process did before. An exception of foreign code is answered with its name and
+ends the process: it is never used again. It waits for the next request, for as long as the main process lives.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import resource
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollart.backends.process import wire
+from rollart.core.clock import draw
+from rollart.core.types import Action, Score, Task, Trajectory
+from rollart.envs.domain import Domain, Episode
+
+
+def serve(connection: socket.socket, domains: Mapping[str, Domain],
+          rewards: Mapping[str, Callable[[Trajectory], Score]]) -> None:
+    """Answer requests until end of file."""
+    desk = _Desk(domains, rewards)
+    stream = connection.makefile("rb")
+    while header := stream.read(wire.HEADER.size):
+        body = stream.read(wire.HEADER.unpack(header)[0])
+        kind, *arguments = pickle.loads(body)
+        try:
+            answer = wire.answer(True, getattr(desk, kind)(*arguments))
+        except Exception as error:  # noqa: BLE001  foreign code: whatever it raises is data for the main process
+            connection.sendall(wire.answer(False, f"{type(error).__name__}: {error}"[:1000]))
+            return
+        connection.sendall(answer)
+
+
+def limit_memory(megabytes: int) -> None:
+    """Let this process grow by that much (10^6 bytes) and no more. Linux only: elsewhere there is no such limit."""
+    if sys.platform != "linux":
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + megabytes * 1_000_000
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+class _Desk:
+    """One method per kind of request."""
+
+    def __init__(self, domains: Mapping[str, Domain], rewards: Mapping[str, Callable[[Trajectory], Score]]) -> None:
+        self._domains, self._rewards = domains, rewards
+        self._episode: Episode | None = None
+
+    def open(self, task: Task) -> list[Any]:
+        _seed_globals(task)
+        self._episode = self._domains[task.domain].open(task)
+        return wire.pack_observation(self._episode.first())
+
+    def step(self, text: str, truncated: bool) -> list[Any]:
+        return wire.pack_observation(self._episode.step(Action(text, truncated)))
+
+    def close(self) -> None:
+        episode, self._episode = self._episode, None
+        episode.close()
+
+    def score(self, trajectory: Trajectory) -> list[Any]:
+        return wire.pack_score(self._rewards[trajectory.task.domain](trajectory))
+
+
+def _seed_globals(task: Task) -> None:
+    seed = draw(0, "globals", task.id)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
