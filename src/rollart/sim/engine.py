@@ -70,6 +70,11 @@ class SimEngine:
         self._paused = self._swapped = False
         self._died: asyncio.Event = asyncio.Event()
 
+    @property
+    def in_flight(self) -> int:
+        """Requests that wait, prefill or decode."""
+        return len(self._turns)
+
     # -- the port ------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> Completion:

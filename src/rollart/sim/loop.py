@@ -66,6 +66,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._timer_numbers = itertools.count()
         self._cancelled_timers = 0  # cancelled handles still in the heap
+        self.failed = False
         self._failure: BaseException | None = None
         self.set_task_factory(lambda loop, coro, **kwargs: NumberedTask(coro, loop=loop, **kwargs))
 
@@ -90,8 +91,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._cancelled_timers = 0
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        if "handle" in context and self._failure is None:
-            self._failure = context.get("exception")
+        if self.failed:
+            return  # what follows from the first failure is not told
+        if "handle" in context:
+            self._failure = context["exception"]
         else:
             super().call_exception_handler(context)
 
@@ -108,7 +111,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
                 self.callbacks += 1
                 handle._run()
                 if self._failure is not None:
-                    failure, self._failure = self._failure, None
+                    failure, self._failure, self.failed = self._failure, None, True
                     raise failure
 
     def _advance(self) -> None:
@@ -130,6 +133,15 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
                 self._cancelled_timers -= 1
             else:
                 self._ready.append(handle)
+
+    def cancel_all(self) -> None:
+        """Cancel what is left, and what that brings, and run it to its end."""
+        self.time_limit, self._instant_began = self.time() + CLEANUP_SECONDS, self.callbacks
+        while tasks := sorted(asyncio.all_tasks(self), key=lambda task: task.number):
+            for task in tasks:
+                task.cancel()
+            self.run_until_complete(asyncio.wait(tasks))
+        self.run_until_complete(self.shutdown_asyncgens())
 
     def waiting(self, limit: int = 20) -> str:
         """Each unfinished task and where it waits: `g3.1 in EnvManager._turn (env_manager.py:88); ...`."""
@@ -167,24 +179,14 @@ def run_virtual(main: Coroutine[Any, Any, T], *, time_limit: float = TIME_LIMIT,
     loop = loop or VirtualTimeLoop(time_limit=time_limit, jitter_seed=jitter_seed)
     try:
         result = loop.run_until_complete(main)
+        loop.cancel_all()
+        return result
     except BaseException:
+        loop.failed = True
         try:
-            _cancel_all(loop)
+            loop.cancel_all()
         except (Deadlock, NoProgress):
             pass  # the first failure is the one to report
         raise
-    else:
-        _cancel_all(loop)
-        return result
     finally:
         loop.close()
-
-
-def _cancel_all(loop: VirtualTimeLoop) -> None:
-    loop.time_limit, loop._instant_began = loop.time() + CLEANUP_SECONDS, loop.callbacks
-    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.number)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        loop.run_until_complete(asyncio.wait(tasks))
-    loop.run_until_complete(loop.shutdown_asyncgens())

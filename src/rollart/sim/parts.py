@@ -1,4 +1,4 @@
-"""Simulated environments, scorer, trainer, renderer and cluster: the ports of `core.ports` with costs instead of work.
+"""Simulated environments, scorer, trainer, tasks and cluster: the ports of `core.ports` with costs instead of work.
 
 Keeps true, and raises where the control plane breaks it: an environment is closed exactly once and not used afterwards
 (I3); steps do not overlap, publishes do not overlap (I6). What only its owner can count stays readable: open
@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
+from rollart.control.task_mix import Share, TaskMix
 from rollart.core.clock import stream
 from rollart.core.errors import EnvironmentFailed, InvariantViolated, NoCapacity, ScorerFailed, TrainerLost
+from rollart.core.ports import Trainer
 from rollart.core.tokens import Counted
 from rollart.core.types import (
     Action,
@@ -153,6 +156,7 @@ class SimTrainer:
         self._tokens_per_s, self._step_s, self._publish_s, self._save_s = tokens_per_s, step_s, publish_s, save_s
         self.version: Version = 0
         self._stepping = self._publishing = False
+        self._saved: dict[Path, Version] = {}
 
     async def step(self, batch: TrainBatch) -> StepReport:
         if self._stepping or batch.version != self.version:
@@ -186,11 +190,44 @@ class SimTrainer:
 
     async def save(self, folder: Path) -> None:
         await asyncio.sleep(self._save_s)
-        (folder / "trainer.json").write_text(json.dumps({"version": self.version}))
+        self._saved[folder] = self.version
 
     async def load(self, folder: Path) -> None:
         await asyncio.sleep(self._save_s)
-        self.version = json.loads((folder / "trainer.json").read_text())["version"]
+        self.version = self._saved[folder]
+
+
+class SimCheckpoints:
+    """Checkpoints in memory; the folder is a name only."""
+
+    async def save(self, version: Version, state: Mapping[str, Any], trainer: Trainer) -> str:
+        folder = Path(f"step-{version}")
+        await trainer.save(folder)
+        return str(folder)
+
+
+def sim_task(domain: str, index: int, *, max_turns: int, max_tokens: int) -> Task:
+    """Task number `index` of a simulated domain."""
+    return Task(f"{domain}/{index}", domain, {}, max_turns, max_tokens)
+
+
+class SimTasks(TaskMix):
+    """A task mix over simulated domains. `drawn`, `returned`: how often a task was handed out and came back."""
+
+    def __init__(self, weights: Mapping[str, float], *, seed: int, max_turns: int, max_tokens: int) -> None:
+        super().__init__({
+            domain: Share(weight, partial(sim_task, domain, max_turns=max_turns, max_tokens=max_tokens))
+            for domain, weight in weights.items()
+        }, seed)
+        self.drawn = self.returned = 0
+
+    def next(self) -> Task:
+        self.drawn += 1
+        return super().next()
+
+    def put_back(self, task: Task) -> None:
+        self.returned += 1
+        super().put_back(task)
 
 
 class SimRenderer:

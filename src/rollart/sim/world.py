@@ -1,0 +1,230 @@
+"""One simulated run: the real control plane around simulated parts, from one seed.
+
+Keeps true: a world and a seed give the same events in every process. Every run is checked: the journal's invariants
+while it runs, and at its end that nothing is left open (environments, turns, KV) and no task is lost or doubled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rollart.algo.settings import AlgoSettings
+from rollart.control.env_manager import Services
+from rollart.control.evaluation import Evaluator
+from rollart.control.llm_proxy import LLMProxy
+from rollart.control.pipeline import Pipeline, PipelineSettings
+from rollart.control.rollout_scheduler import RolloutScheduler
+from rollart.control.sample_buffer import SampleBuffer
+from rollart.control.settings import RolloutSettings, ScheduleSettings
+from rollart.control.supervisor import Supervisor
+from rollart.control.wave import Wave
+from rollart.control.weight_sync import WeightSync
+from rollart.core.changed import Changed
+from rollart.core.clock import draw, now
+from rollart.core.errors import InvariantViolated, RunError, Stalled, TrainerLost
+from rollart.core.events import BatchTaken, Event, GroupEnded, GroupReady
+from rollart.core.ports import Journal as JournalPort
+from rollart.core.types import Task
+from rollart.observe.invariants import Bounds, Invariants
+from rollart.observe.journal import Digest, Journal
+from rollart.sim.engine import EngineCost, SimEngine
+from rollart.sim.faults import CALM, Faults
+from rollart.sim.loop import VirtualTimeLoop, run_virtual
+from rollart.sim.parts import (
+    DOMAINS,
+    DomainCost,
+    SimCheckpoints,
+    SimCluster,
+    SimEnvironmentPool,
+    SimRenderer,
+    SimScorer,
+    SimTasks,
+    SimTrainer,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What is simulated.
+
+    engines: engines per pool. affinity: pool of each domain. costs: speed by pool (the default where missing).
+    weights: share of each domain. domains: what their episodes look like. max_turns, max_tokens: limits of a task,
+    turns and sampled tokens per turn. eval_tasks: held-out tasks per domain (0: no evaluation).
+    step_budget: most virtual seconds between two steps (I7). wasted_share: see `Bounds`. time_limit: virtual seconds.
+    publish_s, train_step_s: seconds of a publish and of a step besides its tokens. jitter: delay timers by chance.
+    """
+
+    engines: Mapping[str, int] = field(default_factory=lambda: {"compute": 2, "bandwidth": 2})
+    affinity: Mapping[str, str] = field(default_factory=lambda: {"math": "compute", "default": "bandwidth"})
+    costs: Mapping[str, EngineCost] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=lambda: {"math": 1.0, "game": 1.0, "code": 1.0})
+    domains: Mapping[str, DomainCost] = field(default_factory=lambda: DOMAINS)
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    rollout: RolloutSettings = field(default_factory=lambda: RolloutSettings(batch_groups=4, group_size=4))
+    pipeline: PipelineSettings = field(default_factory=lambda: PipelineSettings(steps=4, checkpoint_every=0))
+    algo: AlgoSettings = field(default_factory=AlgoSettings)
+    faults: Faults = CALM
+    max_turns: int = 12
+    max_tokens: int = 400
+    eval_tasks: int = 0
+    publish_s: float = 3.0
+    train_step_s: float = 5.0
+    step_budget: float = 4 * 3_600.0
+    wasted_share: float = 1.0
+    time_limit: float = 10 * 86_400.0
+    jitter: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimResult:
+    """What came out. `ended`: finished, or the expected error that ended the run. `counts`: trajectories by fate."""
+
+    digest: str
+    ended: str
+    counts: Mapping[str, int]
+    tokens: Mapping[str, int]
+    steps: int
+    seconds: float
+    events: int
+    callbacks: int
+
+
+class _Honesty:
+    """What only the simulator knows: who really answered, and where each task is."""
+
+    def __init__(self, scorer: SimScorer, tasks: SimTasks) -> None:
+        self._scorer, self._tasks = scorer, tasks
+        self._trained = self._failed = 0
+
+    def on(self, at: float, event: Event) -> None:
+        match event:
+            case GroupReady(group):
+                for member in group.members:
+                    if member.id not in self._scorer.answered:
+                        raise InvariantViolated(f"I2: {member.id} counts as good, and no scorer has answered for it")
+                    del self._scorer.answered[member.id]
+            case BatchTaken(groups=groups):
+                self._trained += len(groups)
+            case GroupEnded(kept=False, reason=reason):
+                self._failed += "members failed" in reason
+
+    def close(self) -> None:
+        drawn, returned = self._tasks.drawn, self._tasks.returned
+        if drawn != returned + self._trained + self._failed:
+            raise InvariantViolated(f"I2: {drawn} tasks were drawn, {returned} came back, {self._trained} were "
+                                    f"trained, {self._failed} failed: a task is lost or doubled")
+
+
+class _Run:
+    """All objects of one run, wired."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self.seed = world, seed
+        schedule, settings, faults = world.schedule, world.rollout, world.faults
+        self.tasks = SimTasks(world.weights, seed=draw(seed, "tasks"), max_turns=world.max_turns,
+                              max_tokens=world.max_tokens)
+        self.scorer = SimScorer(seed=seed, faults=faults, domains=world.domains)
+        self.pool = SimEnvironmentPool(seed=seed, faults=faults, domains=world.domains)
+        self.engines = [self._engine(f"{pool}-{i}", pool) for pool, n in world.engines.items() for i in range(n)]
+        self.cluster = SimCluster(self.engines, seed=seed, faults=faults)
+        self.trainer = SimTrainer(seed=seed, faults=faults, publish_s=world.publish_s, step_s=world.train_step_s)
+        self.buffer = SampleBuffer(batch_groups=settings.batch_groups, alpha=schedule.bound, schedule=schedule.schedule,
+                                   stale=schedule.stale, spare_groups=settings.spare_groups)
+        self.invariants = Invariants(Bounds(
+            alpha=schedule.bound, slots=(schedule.bound + 1) * settings.batch_groups + settings.spare_groups,
+            group_size=settings.group_size, free=schedule.schedule.free, bounded=schedule.schedule.check_always,
+            max_replacements=settings.max_replacements, pinned=("eval-0",), step_seconds=world.step_budget,
+            wasted_share=world.wasted_share))
+        self.digest, self.honesty = Digest(), _Honesty(self.scorer, self.tasks)
+        self.journal = Journal([self.digest, self.invariants, self.honesty])
+        self.pipeline = self._pipeline()
+
+    def _engine(self, id: str, pool: str) -> SimEngine:
+        return SimEngine(id, pool, seed=self.seed, cost=self.world.costs.get(pool, EngineCost()))
+
+    def _proxy(self, engines: list[SimEngine], affinity: Mapping[str, str], changed: Changed,
+               journal: JournalPort) -> LLMProxy:
+        proxy = LLMProxy(engines, affinity, journal=journal, changed=changed)
+        for engine in engines:
+            proxy.routing.mark(engine.id, up=True)
+        return proxy
+
+    def _pipeline(self) -> Pipeline:
+        world, changed, journal = self.world, Changed(), self.journal
+        proxy = self._proxy(self.engines, world.affinity, changed, journal)
+        wave = Wave(changed, world.rollout.stall_seconds) if world.schedule.schedule.turn_barrier else None
+        services = Services(proxy=proxy, environments=self.pool, renderer=SimRenderer(), scorer=self.scorer,
+                            journal=journal, settings=world.rollout, seed=self.seed, wave=wave)
+        rollout = RolloutScheduler(services, self.buffer, self.tasks, changed)
+        sync = WeightSync(self.trainer, proxy, journal)
+        evaluator = None
+        if world.eval_tasks:
+            self.engines.append(self._engine("eval-0", "eval"))
+            pinned = self._proxy(self.engines[-1:], {}, changed, journal)
+            held_out = [Task(f"{domain}-held-out:{i}", domain, {}, world.max_turns, world.max_tokens)
+                        for domain in world.weights for i in range(world.eval_tasks)]
+            evaluator = Evaluator(Services(proxy=pinned, environments=self.pool, renderer=SimRenderer(),
+                                           scorer=self.scorer, journal=journal, settings=world.rollout,
+                                           seed=self.seed), held_out)
+        return Pipeline(world.pipeline, algo=world.algo, buffer=self.buffer, changed=changed, rollout=rollout,
+                        sync=sync, supervisor=Supervisor(self.cluster, proxy, sync, changed), trainer=self.trainer,
+                        tasks=self.tasks, journal=journal, evaluator=evaluator,
+                        checkpoints=SimCheckpoints() if world.pipeline.checkpoint_every else None)
+
+    async def main(self) -> tuple[str, float]:
+        self.cluster.begin()
+        try:
+            await self.pipeline.run()
+        except BaseExceptionGroup as group:
+            leaves = _leaves(group)
+            if any(isinstance(leaf, Stalled) or not isinstance(leaf, RunError | TrainerLost) for leaf in leaves):
+                raise
+            return f"{type(leaves[0]).__name__}: {leaves[0]}", now()
+        self._check_end()
+        return "finished", now()
+
+    def _check_end(self) -> None:
+        self.invariants.close()
+        self.honesty.close()
+        if self.pool.live:
+            raise InvariantViolated(f"I3: {len(self.pool.live)} environments are still open after the run: "
+                                    f"{', '.join(task.id for task in self.pool.live.values())}")
+        for engine in self.engines:
+            if engine.in_flight or engine.kv:
+                raise InvariantViolated(f"I3: {engine.id} still has {engine.in_flight} turns and the KV of "
+                                        f"{len(engine.kv)} trajectories after the run")
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
+
+
+def simulate(world: World, seed: int) -> SimResult:
+    """Run one world from one seed.
+
+    Raises InvariantViolated, Stalled, Deadlock or NoProgress if the control plane is wrong. An error that bad luck may
+    bring (a lost trainer, no engine left, too many failed groups) is in `ended`.
+    """
+    loop = VirtualTimeLoop(time_limit=world.time_limit, jitter_seed=seed if world.jitter else None)
+
+    async def main() -> tuple[_Run, str, float]:
+        run = _Run(world, seed)
+        return run, *await run.main()
+
+    try:
+        run, ended, seconds = run_virtual(main(), loop=loop)
+    except BaseExceptionGroup as group:
+        leaves = _leaves(group)
+        raise next((e for e in leaves if isinstance(e, InvariantViolated)), leaves[0]) from group
+    invariants = run.invariants
+    return SimResult(digest=run.digest.hexdigest(), ended=ended, steps=invariants.trainer, seconds=seconds,
+                     counts=_named(invariants.fates), tokens=_named(invariants.tokens), events=run.journal.sequence,
+                     callbacks=loop.callbacks)
+
+
+def _named(counts: Counter) -> dict[str, int]:
+    return {str(fate): n for fate, n in sorted(counts.items())}
