@@ -1,0 +1,208 @@
+"""One run, one folder: who may write in it, and which checkpoints in it are whole.
+
+    config.json      the resolved settings, written once
+    lock             held (flock) by the process that runs, with its pid inside
+    run.db           the ledger          metrics.jsonl   a line a step       status.json   a moment ago
+    summary.json     figures             report.html     for people
+    checkpoints/000012/complete          the marker is written last; a folder without it does not count
+
+Keeps true: one process at a time writes here, also after a crash; a reader sees a file as it was before or after a
+change. Waits at most LOCK_SECONDS for the lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollart.core.errors import ConfigError
+from rollart.core.ports import Trainer
+from rollart.core.types import Version
+
+LOCK_SECONDS = 0.5
+"""A reader that asks whether the run is alive holds the lock for an instant; a writer waits this long."""
+
+
+def atomic_write(path: Path, data: str | bytes, *, durable: bool = True) -> None:
+    """Replace `path` as a whole. `durable`: it also survives a power cut when this returns."""
+    part = path.with_name(f".{path.name}.part")
+    with part.open("wb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    part.replace(path)
+    if durable:
+        _sync(path.parent)
+
+
+class RunFolder:
+    """The paths of a run. `create` or `resume` also takes its lock, `close` (or `with`) gives it back."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.json"
+        self.database = self.path / "run.db"
+        self.metrics = self.path / "metrics.jsonl"
+        self.status = self.path / "status.json"
+        self.summary = self.path / "summary.json"
+        self.report = self.path / "report.html"
+        self.checkpoints = self.path / "checkpoints"
+        self._lock: int | None = None
+
+    def create(self, config: Mapping[str, Any]) -> RunFolder:
+        """Begin a run here: lock, and write config.json. Raises ConfigError if the folder has a run already."""
+        if self.exists():
+            raise ConfigError(f"--run {self.path} needs a folder without a run, but it holds one: "
+                              f"continue it with --resume {self.path}, or name another folder")
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--run {self.path} needs a folder that can be written: {error.strerror}") from None
+        self._take_lock()
+        atomic_write(self.config, json.dumps(config, indent=2, sort_keys=True) + "\n")
+        return self
+
+    def resume(self) -> dict[str, Any]:
+        """Take up the run that is here: lock, and return its config. Raises ConfigError if there is none."""
+        config = self.read_config()
+        self._take_lock()
+        return config
+
+    def exists(self) -> bool:
+        return self.config.exists() or self.database.exists()
+
+    def read_config(self) -> dict[str, Any]:
+        """The settings the run was started with. Raises ConfigError where there is no run."""
+        try:
+            config: dict[str, Any] = json.loads(self.config.read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"{self.path} holds no run (it has no config.json): "
+                              "name the folder that --run was given, or start one with --run") from None
+        return config
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- the lock
+
+    def holder(self) -> int | None:
+        """The pid written by the process that runs here, or None if nobody does."""
+        try:
+            lock = os.open(self.path / "lock", os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(os.read(lock, 32) or 0)
+        finally:
+            os.close(lock)
+        return None
+
+    def _take_lock(self) -> None:
+        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    pid = os.read(lock, 32).decode().strip()
+                    os.close(lock)
+                    raise ConfigError(f"{self.path} needs to be free, but process {pid} runs in it (or left a child "
+                                      "that does): wait for it or stop it, or name another folder") from None
+                time.sleep(0.02)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        self._lock = lock
+
+    # ---- checkpoints
+
+    def begin_checkpoint(self, version: Version) -> Path:
+        """A new, empty folder for the checkpoint of `version`; what was there under that version is removed."""
+        folder = self.checkpoints / f"{version:06d}"
+        _remove(folder)
+        folder.mkdir(parents=True)
+        return folder
+
+    def complete_checkpoint(self, folder: Path, keep: int) -> None:
+        """Mark it whole, once all its files and the ledger are on disk; then keep the `keep` newest whole ones.
+
+        Blocks on the disk: call it outside the event loop where the checkpoint is large.
+        """
+        for file in [*folder.rglob("*"), folder, self.database, Path(f"{self.database}-wal")]:
+            if file.exists():
+                _sync(file)
+        atomic_write(folder / "complete", "")
+        whole = self._whole()
+        for version, old in sorted(self._versions().items()):
+            if version not in whole[-keep:] and version <= whole[-1]:
+                _remove(old)
+
+    def newest_checkpoint(self) -> tuple[Version, Path] | None:
+        """Version and folder of the newest whole checkpoint; None if there is none."""
+        whole = self._whole()
+        return (whole[-1], self._versions()[whole[-1]]) if whole else None
+
+    def _versions(self) -> dict[Version, Path]:
+        if not self.checkpoints.exists():
+            return {}
+        return {int(folder.name): folder for folder in self.checkpoints.iterdir() if folder.name.isdecimal()}
+
+    def _whole(self) -> list[Version]:
+        return sorted(version for version, folder in self._versions().items() if (folder / "complete").exists())
+
+
+class CheckpointStore:
+    """The control plane's Checkpoints, in a run folder: `keep` newest ones; `flush` commits the ledger."""
+
+    def __init__(self, folder: RunFolder, *, keep: int, flush: Callable[[], None]) -> None:
+        if keep < 1:
+            raise ValueError(f"checkpoints to keep: need at least 1, got {keep}")
+        self._folder, self._keep, self._flush = folder, keep, flush
+
+    async def save(self, version: Version, state: Mapping[str, Any], trainer: Trainer) -> str:
+        """Save `trainer`, and `state` (JSON) as state.json beside it; returns the folder's path once it is whole."""
+        folder = await asyncio.to_thread(self._folder.begin_checkpoint, version)
+        await trainer.save(folder)
+        (folder / "state.json").write_text(json.dumps(state, default=dict))
+        self._flush()
+        await asyncio.to_thread(self._folder.complete_checkpoint, folder, self._keep)
+        return str(folder)
+
+    def newest(self) -> tuple[Version, Path, dict[str, Any]] | None:
+        """Version, folder and state of the newest whole checkpoint; None if there is none."""
+        newest = self._folder.newest_checkpoint()
+        return newest and (*newest, json.loads((newest[1] / "state.json").read_text()))
+
+
+def _remove(folder: Path) -> None:
+    """The marker goes first, so that a removal cut short leaves nothing that looks whole."""
+    (folder / "complete").unlink(missing_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,219 @@
+import shutil
+import sqlite3
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from histories import World, evaluation, make_task, make_trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollart.core import events as ev
+from rollart.core.errors import ConfigError, InvariantViolated, RunError
+from rollart.core.types import Fate, Group, Restored, TrajectoryId
+from rollart.observe.journal import Journal
+from rollart.observe.ledger import Ledger
+
+
+def open_run(path: Path, seed: int = 0, version: int = 0, commit_seconds: float = 0.2) -> tuple[Ledger, World]:
+    ledger = Ledger(path / "run.db", commit_seconds=commit_seconds)
+    return ledger, World(seed, Journal([ledger], clock=lambda: 0.0).emit, version)
+
+
+def killed(ledger: Ledger, to: Path) -> None:
+    """What kill -9 leaves: the files as they are, without a commit of what is pending."""
+    to.mkdir()
+    for name in ("run.db", "run.db-wal"):
+        if (source := ledger.path.with_name(name)).exists():
+            shutil.copy(source, to / name)
+
+
+def rows(path: Path, query: str) -> list[tuple]:
+    with sqlite3.connect(path / "run.db") as db:
+        return db.execute(query).fetchall()
+
+
+def assert_whole(path: Path, ledger: Ledger, restored: Restored, checkpoint: int) -> None:
+    """The identity holds; every task drawn is in exactly one place; nothing in flight but what was handed back."""
+    fates = Counter(dict(rows(path, "SELECT fate, count(*) FROM trajectories GROUP BY 1")))
+    counts = ledger.counts()
+    assert counts["dispatched"] == sum(fates.values()) == sum(n for name, n in counts.items() if name != "dispatched")
+    assert {name: n for name, n in counts.items() if n and name != "dispatched"} == fates
+    handed = {m.id for g in restored.groups for m in g.finished}
+    flying = {TrajectoryId(*row) for row in rows(path, "SELECT grp, member FROM trajectories WHERE fate='in_flight'")}
+    assert handed == flying == set(ledger.accounts.in_flight)
+    assert all(m.id.member < g.started for g in restored.groups for m in g.finished)
+    assert all(g.id < restored.next_group for g in restored.groups)
+    done = rows(path, "SELECT id, task FROM groups WHERE id IN (SELECT grp FROM trajectories WHERE "
+                      f"fate IN ('trained', 'filtered') AND step < {checkpoint})")
+    failed = rows(path, "SELECT id, task FROM groups WHERE state = 'ended' AND reason = 'failed'")
+    source = restored.source or {"drawn": 0, "returned": []}
+    places = [*source["returned"], *(int(g.task.id.split(":")[1]) for g in restored.groups)]
+    places += [int(task.split('"')[3].split(":")[1]) for _, task in [*done, *failed]]
+    assert sorted(places) == list(range(source["drawn"]))
+    assert rows(path, f"SELECT 1 FROM trajectories WHERE step >= {checkpoint}") == []
+
+
+@given(seed=st.integers(0, 10**9), lives=st.lists(st.integers(1, 150), min_size=1, max_size=4),
+       commit_seconds=st.sampled_from([0.0, 1e9]))
+@settings(max_examples=60, deadline=None)
+def test_after_a_kill_at_any_event_every_task_and_trajectory_is_in_exactly_one_place(
+        tmp_path_factory, seed, lives, commit_seconds):
+    path = tmp_path_factory.mktemp("run")
+    ledger, world = open_run(path, seed, commit_seconds=commit_seconds)  # 1e9: only barriers commit
+    for number, acts in enumerate(lives):
+        for _ in range(acts):
+            world.act()
+        checkpoint, crashed = world.checkpoint, path / f"crash-{number}"
+        killed(ledger, crashed)
+        ledger._db.close()
+        path = crashed
+        ledger, world = open_run(path, seed + number + 1, checkpoint, commit_seconds)
+        restored = ledger.recover(checkpoint)
+        assert_whole(path, ledger, restored, checkpoint)
+        assert ledger.recover(checkpoint) == restored
+        world.restore(restored)
+    ledger.close()
+
+
+def ready_group(world_emit, group: int, members: int = 2, version: int = 0) -> tuple[TrajectoryId, ...]:
+    task = make_task(group)
+    world_emit(ev.GroupOpened(group, task, version, {"drawn": group + 1, "returned": []}))
+    done = [make_trajectory(TrajectoryId(group, m), task, version=version) for m in range(members)]
+    for t in done:
+        world_emit(ev.TrajectoryStarted(t.id, task.domain))
+        world_emit(ev.TrajectoryEnded(t, Fate.IN_FLIGHT))
+    world_emit(ev.GroupReady(Group(group, task, version, tuple(done))))
+    world_emit(ev.GroupEnded(group, True, "", {"drawn": group + 1, "returned": []}))
+    return tuple(t.id for t in done)
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    ledger = Ledger(tmp_path / "run.db")
+    yield ledger
+    ledger.close()
+
+
+def emit_to(ledger):
+    return Journal([ledger], clock=lambda: 0.0).emit
+
+
+def test_a_step_after_the_checkpoint_is_undone_with_all_its_tokens(ledger):
+    emit = emit_to(ledger)
+    first, second = ready_group(emit, 0), ready_group(emit, 1)
+    emit(ev.Settled(first, Fate.TRAINED, "", 0))
+    emit(ev.CheckpointSaved(1, "checkpoints/000001", 0.1))
+    emit(ev.Settled(second, Fate.TRAINED, "", 1))
+    assert ledger.counts()["trained"] == 4
+    restored = ledger.recover(1)
+    assert [group.id for group in restored.groups] == [1]
+    assert restored.groups[0].finished == tuple(make_trajectory(id, make_task(1)) for id in second)
+    assert ledger.counts() | {"dispatched": 4, "trained": 2, "in_flight": 2} == ledger.counts()
+
+
+def test_a_checkpoint_that_is_gone_costs_trajectories_but_no_task(ledger):
+    emit = emit_to(ledger)
+    ids = [ready_group(emit, group) for group in range(6)]
+    for step, group in enumerate(ids):
+        emit(ev.Settled(group, Fate.TRAINED, "", step))
+    emit(ev.CheckpointSaved(6, "checkpoints/000006", 0.1))
+    restored = ledger.recover(0)
+    assert [group.id for group in restored.groups] == [0, 1, 2, 3, 4, 5]
+    assert ledger.counts()["trained"] == 0
+    assert ledger.counts()["cancelled"] + ledger.counts()["in_flight"] == 12
+
+
+def test_tokens_are_dropped_once_a_checkpoint_holds_their_step_but_for_a_sample(ledger, tmp_path):
+    emit = emit_to(ledger)
+    for step in range(20):
+        emit(ev.Settled(ready_group(emit, step), Fate.TRAINED, "", step))
+    assert rows(tmp_path, "SELECT count(*) FROM payloads") == [(40,)]
+    emit(ev.CheckpointSaved(20, "checkpoints/000020", 0.1))
+    assert 4 <= rows(tmp_path, "SELECT count(*) FROM payloads")[0][0] <= 7
+    emit(ev.Settled(ready_group(emit, 20), Fate.STALE, "too old"))
+    ledger.flush()
+    assert rows(tmp_path, "SELECT count(*) FROM payloads WHERE grp = 20") == [(0,)]
+
+
+def test_running_episodes_are_cancelled_by_a_crash_and_their_group_goes_on_with_new_ids(ledger):
+    emit = emit_to(ledger)
+    emit(ev.GroupOpened(5, make_task(5), 3, {"drawn": 6}))
+    for member in range(3):
+        emit(ev.TrajectoryStarted(TrajectoryId(5, member), "guess"))
+    emit(ev.TrajectoryEnded(make_trajectory(TrajectoryId(5, 1), make_task(5)), Fate.IN_FLIGHT))
+    restored = ledger.recover(0)
+    (left,) = restored.groups
+    assert (left.started, [str(m.id) for m in left.finished], restored.next_group) == (3, ["g5.1"], 6)
+    assert ledger.counts()["cancelled"] == 2
+    assert restored.source == {"drawn": 6}
+
+
+def test_check_tells_a_lost_and_a_doubled_trajectory(ledger):
+    emit = emit_to(ledger)
+    ids = ready_group(emit, 0)
+    ledger.check(in_flight=2, dispatched=2)
+    with pytest.raises(InvariantViolated, match=r"dispatched 3 .* the accounts say dispatched 2"):
+        ledger.check(in_flight=3, dispatched=3)
+    emit(ev.Settled(ids, Fate.TRAINED, "", 0))
+    with pytest.raises(InvariantViolated, match=r"g0.0 was settled as stale"):
+        emit(ev.Settled(ids, Fate.STALE))
+    with pytest.raises(InvariantViolated, match="UNIQUE"):
+        emit(ev.TrajectoryStarted(ids[0], "guess"))
+
+
+def test_counts_of_a_reopened_ledger_are_those_before(tmp_path):
+    ledger, world = open_run(tmp_path, 4)
+    for _ in range(600):
+        world.act()
+    before = (ledger.counts(), ledger.accounts.by_domain(), ledger.accounts.token_totals(), ledger.accounts.reasons)
+    assert before[0]["trained"] > 10
+    ledger.close()
+    again = Ledger(tmp_path / "run.db").accounts
+    assert (again.counts(), again.by_domain(), again.token_totals(), again.reasons) == before
+
+
+def test_evaluations_keep_the_same_tasks_of_the_first_and_the_last(ledger, tmp_path):
+    emit = emit_to(ledger)
+    for number, wins in enumerate([3, 8, 18]):
+        for event in evaluation(number, number * 10, {"guess": [i < wins for i in range(20)]}):
+            emit(event)
+    kept = rows(tmp_path, "SELECT version, count(*), min(task), max(task) FROM eval_trajectories "
+                          "WHERE body IS NOT NULL GROUP BY 1")
+    assert kept == [(0, 12, "guess:1000000", "guess:1000011"), (20, 12, "guess:1000000", "guess:1000011")]
+    assert rows(tmp_path, "SELECT success FROM evaluations ORDER BY version") == [(0.15,), (0.4,), (0.9,)]
+    ledger.recover(10)
+    assert rows(tmp_path, "SELECT max(version) FROM evaluations") == [(10,)]
+
+
+def test_another_schema_and_a_foreign_file_are_refused(tmp_path):
+    Ledger(tmp_path / "run.db").close()
+    with sqlite3.connect(tmp_path / "run.db") as db:
+        db.execute("UPDATE meta SET value = '99'")
+    with pytest.raises(ConfigError, match="schema 99, this version of rollart needs 1"):
+        Ledger(tmp_path / "run.db")
+    (tmp_path / "no.db").write_text("this is not a database, " * 100)
+    with pytest.raises(RunError, match="file is not a database"):
+        Ledger(tmp_path / "no.db")
+
+
+def test_a_full_disk_is_one_clear_line(ledger):
+    pages = ledger._db.execute("PRAGMA page_count").fetchone()[0]
+    ledger._db.execute(f"PRAGMA max_page_count = {pages}")
+    emit = emit_to(ledger)
+    with pytest.raises(RunError, match=r"run.db cannot be used \(database or disk is full\).*--resume"):
+        [ready_group(emit, group) for group in range(100)]
+    ledger._db.execute("PRAGMA max_page_count = 1000000")
+
+
+def test_two_thousand_trajectories_a_second_and_no_event_blocks_for_long(ledger):
+    emit = emit_to(ledger)
+    took, worst = time.perf_counter(), 0.0
+    for group in range(250):
+        before = time.perf_counter()
+        emit(ev.Settled(ready_group(emit, group, 8), Fate.TRAINED, "", group))
+        worst = max(worst, time.perf_counter() - before)
+    took = time.perf_counter() - took
+    print(f"{2000 / took:.0f} trajectories/s, slowest group of 8: {worst * 1000:.1f} ms")
+    assert 2000 / took > 1000  # twice that on an idle core

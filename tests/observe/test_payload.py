@@ -1,0 +1,26 @@
+import pytest
+from histories import make_task, make_trajectory
+
+from rollart.core.types import Outcome, TrajectoryId
+from rollart.observe.payload import decode, encode
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"counted": True}, {"turns": 0}, {"outcome": Outcome.FAILED, "error": "hung \udc80 'x'"},
+    {"tokens": 3000, "turns": 5}])
+def test_a_trajectory_comes_back_exactly(changes):
+    trajectory = make_trajectory(TrajectoryId(3, 1, "e"), make_task(3), **changes)
+    assert decode(encode(trajectory)) == trajectory
+
+
+def test_tokens_cost_four_bytes_each_and_little_else():
+    small, large = (make_trajectory(TrajectoryId(0, 0), make_task(0), turns=1, tokens=n) for n in (1, 10_001))
+    assert 80_000 <= len(encode(large)) - len(encode(small)) < 80_100
+
+
+def test_what_is_not_a_trajectory_is_refused():
+    body = encode(make_trajectory(TrajectoryId(0, 0), make_task(0)))
+    with pytest.raises(ValueError, match="this version reads 1"):
+        decode(b"\x07" + body[1:])
+    with pytest.raises(ValueError, match="its header says"):
+        decode(body + b"....")
