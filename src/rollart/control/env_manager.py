@@ -66,7 +66,6 @@ class EnvManager:
         self.seconds: dict[str, float] = {}
         self._prompt: Tokens = ids()
         self._start = Observation()
-        self._closing: asyncio.Task[None] | None = None
 
     @property
     def oldest(self) -> Version | None:
@@ -166,8 +165,15 @@ class EnvManager:
             self._s.journal.emit(EnvironmentClosed(self.id))
 
         self.stage, self.since = "close", now()
-        self._closing = asyncio.create_task(close(), name=f"close {self.id}")
-        await asyncio.shield(self._closing)
+        closing = asyncio.create_task(close(), name=f"close {self.id}")
+        cancelled: asyncio.CancelledError | None = None
+        while not closing.done():
+            try:
+                await asyncio.shield(closing)
+            except asyncio.CancelledError as again:
+                cancelled = again
+        if cancelled:
+            raise cancelled
 
     async def _within(self, stage: str, limit: float, failure: type[PortError], work: Awaitable[T]) -> T:
         """`work` under the stage's deadline and what is left of the episode's; its time is added to the stage."""

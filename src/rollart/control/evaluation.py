@@ -37,7 +37,7 @@ class Evaluator:
             sync.pin(manifest)
         try:
             for engine in proxy.engines:
-                await proxy.bring_up(engine, manifest)
+                await proxy.bring_up(engine, manifest, lambda: manifest)
         finally:
             if sync:
                 await sync.unpin(manifest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rollart.control.routing import Routing
@@ -103,9 +103,12 @@ class LLMProxy:
             self._journal.emit(EngineDown(engine, reason))
             self._changed.notify()
 
-    async def bring_up(self, engine: str, manifest: Manifest) -> bool:
-        """Load the manifest into an engine that just started; then it serves. False if it was lost meanwhile."""
-        if not await self._load(self.engines[engine], manifest):
+    async def bring_up(self, engine: str, manifest: Manifest, newest: Callable[[], Manifest | None]) -> bool:
+        """Load the manifest into an engine that just started; then it serves.
+
+        False if it was lost meanwhile, or if `newest()` is another manifest by now: it must load that one first.
+        """
+        if not await self._load(self.engines[engine], manifest) or newest() is not manifest:
             return False
         self.routing.mark(engine, up=True)
         self._journal.emit(EngineUp(engine, manifest.version))

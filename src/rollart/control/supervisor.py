@@ -70,17 +70,14 @@ class Supervisor:
             self._changed.notify()
 
     async def _load(self, engine: str) -> bool:
-        """Bring it up on the newest weights; again if a newer version came while it loaded."""
-        while True:
-            manifest = self._sync.current
-            if manifest is None:
-                return False
+        """Bring it up on the newest weights; again if newer ones came while it loaded. False if it was lost."""
+        while manifest := self._sync.current:
             self._sync.pin(manifest)
             try:
-                if not await self._proxy.bring_up(engine, manifest):
-                    return False
+                if await self._proxy.bring_up(engine, manifest, lambda: self._sync.current):
+                    return True
             finally:
                 await self._sync.unpin(manifest)
             if self._sync.current is manifest:
-                return True
-            self._proxy.mark_down(engine, "newer weights came while it loaded")
+                return False
+        return False
