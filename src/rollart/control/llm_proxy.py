@@ -50,6 +50,8 @@ class LLMProxy:
         self._journal, self._changed = journal, changed
         self._attempts, self._wait_seconds, self._load_seconds = attempts, wait_seconds, load_seconds
         self._suspended = False
+        self.started = False
+        """The first weights have been loaded: an engine that is not up from now on is lost."""
         self.served: dict[str, Version] = {}
         """Newest version that each engine has loaded."""
         self.version: Version = 0
@@ -110,10 +112,14 @@ class LLMProxy:
         """
         if not await self._load(self.engines[engine], manifest) or newest() is not manifest:
             return False
-        self.routing.mark(engine, up=True)
-        self._journal.emit(EngineUp(engine, manifest.version))
-        self._changed.notify()
+        self._up(engine, manifest)
         return True
+
+    def _up(self, engine: str, manifest: Manifest) -> None:
+        if not self.routing.seats[engine].up:
+            self.routing.mark(engine, up=True)
+            self._journal.emit(EngineUp(engine, manifest.version))
+            self._changed.notify()
 
     async def _load(self, engine: Engine, manifest: Manifest) -> bool:
         started = now()
@@ -130,24 +136,31 @@ class LLMProxy:
         return True
 
     async def update(self, manifest: Manifest) -> None:
-        """suspend -> load -> resume on every live engine; in-flight turns are kept. A lost engine is left out."""
-        started = now()
+        """suspend -> load -> resume on every live engine; in-flight turns are kept. A lost engine is left out.
+
+        The first update brings up every engine.
+        """
+        started, first = now(), not self.started
+        engines = list(self.engines) if first else self.routing.live
         self._suspended = True
         try:
-            loaded = await asyncio.gather(*[self._update(self.engines[e], manifest) for e in self.routing.live])
+            loaded = await asyncio.gather(*[self._update(self.engines[e], manifest, first) for e in engines])
         finally:
+            self.started = True
             self._suspended = False
             self._changed.notify()
         self.version = manifest.version
         self._journal.emit(WeightsLive(manifest.version, now() - started, sum(loaded)))
 
-    async def _update(self, engine: Engine, manifest: Manifest) -> bool:
+    async def _update(self, engine: Engine, manifest: Manifest, first: bool) -> bool:
         try:
             async with asyncio.timeout(self._load_seconds):
                 await engine.suspend()
                 if not await self._load(engine, manifest):
                     return False
                 await engine.resume()
+                if first:
+                    self._up(engine.id, manifest)
         except (EngineLost, TimeoutError) as lost:
             self.mark_down(engine.id, f"updating to version {manifest.version}: {lost or 'no answer'}")
             return False

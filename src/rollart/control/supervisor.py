@@ -39,9 +39,10 @@ class Supervisor:
             watching.cancel()
 
     def _lost(self) -> list[str]:
+        if not self._proxy.started:
+            return []
         return [engine for engine, seat in self._proxy.routing.seats.items()
-                if not seat.up and engine not in self._mending and engine not in self.given_up
-                and engine in self._proxy.served]
+                if not seat.up and engine not in self._mending and engine not in self.given_up]
 
     async def _watch(self) -> None:
         while True:
