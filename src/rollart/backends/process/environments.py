@@ -91,7 +91,7 @@ class ProcessEnvironments:
             try:
                 return await self._open(task)
             except NoFreeWorker as full:
-                raise EnvironmentFailed(f"{_where(task, 'open')}: {full}; raise max_processes") from None
+                raise EnvironmentFailed(f"{_where(task, 'open')}: {full} (max_processes)") from None
             except WorkerFailed as failure:
                 self._failed += 1
                 error = failure

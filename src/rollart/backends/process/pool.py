@@ -56,7 +56,10 @@ class Worker:
         except (asyncio.IncompleteReadError, ConnectionError):
             await asyncio.wait([self.ended], timeout=_REPORT_SECONDS)
             raise WorkerFailed(f"its process {self.ended.result() if self.ended.done() else 'hung up'}") from None
-        ok, value = json.loads(body)
+        try:
+            ok, value = json.loads(body)
+        except ValueError:
+            raise WorkerFailed("its answer is not JSON") from None
         if not ok:
             raise WorkerFailed(value)
         return value
@@ -101,7 +104,8 @@ class WorkerPool:
             async with asyncio.timeout(seconds):
                 await self._slots.acquire()
         except TimeoutError:
-            raise NoFreeWorker(f"none of {self._processes} processes was free within {seconds:g} s") from None
+            full = f"none of {self._processes} processes was free within {seconds:g} s: allow more"
+            raise NoFreeWorker(full) from None
         worker = None
         try:
             if self._closed:
@@ -212,6 +216,7 @@ class WorkerPool:
             worker.ended.set_result(how)
         if worker in self._idle:
             self._idle.remove(worker)
+            worker.writer.close()
 
     def _server_gone(self) -> None:
         control, self._control, self._server, self._reports = self._control, None, None, b""

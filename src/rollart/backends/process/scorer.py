@@ -62,7 +62,7 @@ class ProcessScorer:
             try:
                 return wire.unpack_score(await self._call(trajectory))
             except NoFreeWorker as full:
-                raise ScorerFailed(f"{where}: {full}; raise processes") from None
+                raise ScorerFailed(f"{where}: {full} (processes)") from None
             except WorkerFailed as failure:
                 error = failure
         raise ScorerFailed(f"{where}, attempt {1 + self._settings.retries}: {error}")

@@ -1,0 +1,295 @@
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+from troublesome import trouble_task
+
+from rollart.backends.process.environments import ProcessEnvironments, ProcessSettings
+from rollart.core.errors import ConfigError, EnvironmentFailed
+from rollart.core.types import Action, Observation
+from rollart.envs.domain import DOMAINS, make_domain
+
+TROUBLE = "troublesome:Trouble"
+
+
+def run(story, settings=None, domains=None, **values):
+    """Run `story(pool)` and check that no process is left."""
+
+    async def main():
+        pool = ProcessEnvironments(domains or {TROUBLE: {}}, settings or ProcessSettings(retry_seconds=0.01, **values))
+        try:
+            async with asyncio.timeout(30):
+                return await story(pool)
+        finally:
+            await pool.close()
+            assert pool.stats().live == 0
+
+    return asyncio.run(main())
+
+
+def text(observation: Observation) -> str:
+    return observation.messages[0].content
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    try:  # a zombie that its new parent has not reaped yet is dead
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return not os.path.isdir("/proc")
+
+
+async def until_dead(*pids: int) -> None:
+    async with asyncio.timeout(5):
+        while any(alive(pid) for pid in pids):
+            await asyncio.sleep(0.01)
+
+
+async def pid_of(environment) -> int:
+    return int(text(await environment.first()))
+
+
+def test_one_hung_environment_of_16_does_not_slow_the_others_and_its_error_names_it():
+    async def story(pool):
+        environments = await asyncio.gather(*(pool.open(trouble_task(f"t{i}")) for i in range(16)))
+
+        async def episode(i):
+            begin = time.monotonic()
+            for turn in range(5):
+                await environments[i].step(Action("hang" if (i, turn) == (7, 2) else f"turn {turn}"))
+            return time.monotonic() - begin
+
+        results = await asyncio.gather(*(episode(i) for i in range(16)), return_exceptions=True)
+        hung = results.pop(7)
+        assert isinstance(hung, EnvironmentFailed)
+        assert str(hung) == "t7: step in domain trouble: no answer within 2 s, its process was killed"
+        assert max(results) < 1.5
+        for environment in environments:
+            await environment.close()
+        stats = pool.stats()
+        assert (stats.opened, stats.failed, stats.killed, stats.idle) == (16, 1, 1, 15)
+
+    run(story, call_seconds=2)
+
+
+@pytest.mark.parametrize(("action", "says"), [
+    ("exit 3", "ended with code 3"),
+    ("raise x", "KeyError: 'x'"),
+    ("eat 900", "MemoryError"),
+    ("long 3000000", "above the limit of 2000000"),
+    ("object", "TypeError: Object of type object is not JSON serializable"),
+])
+def test_a_failing_environment_is_one_error_and_its_process_is_not_used_again(action, says):
+    async def story(pool):
+        environment = await pool.open(trouble_task())
+        pid = await pid_of(environment)
+        with pytest.raises(EnvironmentFailed, match=says):
+            await environment.step(Action(action))
+        with pytest.raises(EnvironmentFailed, match="has failed before"):
+            await environment.step(Action("again"))
+        await environment.close()
+        await until_dead(pid)
+        other = await pool.open(trouble_task())
+        assert await pid_of(other) != pid
+        assert text(await other.step(Action("hello"))) == "hello"
+        await other.close()
+
+    run(story, memory_mb=200, message_mb=2)
+
+
+def test_a_process_is_reused_after_a_clean_close_and_idle_ones_are_limited():
+    async def story(pool):
+        first, second = [await pool.open(trouble_task()) for _ in range(2)]
+        pids = [await pid_of(first), await pid_of(second)]
+        await first.close()
+        await second.close()
+        await until_dead(pids[1])
+        again = await pool.open(trouble_task())
+        assert await pid_of(again) == pids[0]
+        await again.close()
+
+    run(story, idle_processes=1)
+
+
+def test_global_random_numbers_depend_on_the_task_only():
+    async def story(pool):
+        alone = await pool.open(trouble_task("a"))
+        expected = [text(await alone.step(Action("random"))) for _ in range(3)]
+        await alone.close()  # its process, with its random state, serves the next
+        one, two, other = [await pool.open(trouble_task(id)) for id in ("a", "a", "b")]
+        mixed = []
+        for _ in range(3):
+            mixed.append(text(await one.step(Action("random"))))
+            assert text(await other.step(Action("random"))) not in expected
+        assert mixed == expected
+        assert [text(await two.step(Action("random"))) for _ in range(3)] == expected
+
+    run(story)
+
+
+def test_a_cancelled_open_or_step_leaves_no_process():
+    async def story(pool):
+        warm = await pool.open(trouble_task())  # the fork server is up
+        opening = asyncio.create_task(pool.open(trouble_task(open="hang")))
+        await asyncio.sleep(0.2)
+        assert pool.stats().live == 2
+        opening.cancel()
+        await asyncio.wait([opening])
+        assert opening.cancelled()
+        pid = await pid_of(warm)
+        step = asyncio.create_task(warm.step(Action("hang")))
+        await asyncio.sleep(0.05)
+        step.cancel()
+        await asyncio.wait([step])
+        await warm.close()
+        await until_dead(pid)
+        async with asyncio.timeout(5):
+            while pool.stats().live:
+                await asyncio.sleep(0.01)
+
+    run(story)
+
+
+def test_what_an_environment_started_dies_with_it():
+    async def story(pool):
+        environment = await pool.open(trouble_task())
+        child = int(text(await environment.step(Action("child"))))
+        assert alive(child)
+        with pytest.raises(EnvironmentFailed):
+            await environment.step(Action("exit 1"))
+        await environment.close()
+        await until_dead(child)
+
+    run(story)
+
+
+def test_open_waits_for_a_free_process_until_its_deadline():
+    async def story(pool):
+        first = await pool.open(trouble_task("t1"))
+        with pytest.raises(EnvironmentFailed, match=r"t2: open in domain trouble: none of 1 processes was free within "
+                                                    r"0.2 s: allow more \(max_processes\)"):
+            await pool.open(trouble_task("t2"))
+        waiting = asyncio.create_task(pool.open(trouble_task("t3")))
+        await asyncio.sleep(0.05)
+        await first.close()
+        await (await waiting).close()
+
+    run(story, max_processes=1, wait_seconds=0.2)
+
+
+def test_an_opening_is_tried_again_and_the_last_error_is_told(tmp_path):
+    flag = tmp_path / "fails"
+    flag.touch()
+
+    async def succeeds(pool):
+        await (await pool.open(trouble_task())).close()
+        assert pool.stats().failed == 1
+
+    run(succeeds, domains={TROUBLE: {"open_fails": str(flag)}})
+    flag.touch()
+
+    async def fails(pool):
+        with pytest.raises(EnvironmentFailed, match="t: open in domain trouble, attempt 1: OSError: not yet"):
+            await pool.open(trouble_task())
+
+    run(fails, domains={TROUBLE: {"open_fails": str(flag)}}, open_retries=0)
+
+
+def test_workers_die_when_the_fork_server_is_killed_and_the_next_open_starts_another():
+    async def story(pool):
+        environment = await pool.open(trouble_task())
+        pid = await pid_of(environment)
+        step = asyncio.create_task(environment.step(Action("hang")))
+        await asyncio.sleep(0.05)
+        os.kill(pool._workers._server.pid, signal.SIGKILL)
+        with pytest.raises(EnvironmentFailed, match="its process ended with its fork server"):
+            await step
+        await environment.close()
+        await until_dead(pid)
+        again = await pool.open(trouble_task())
+        assert text(await again.step(Action("x"))) == "x"
+
+    run(story)
+
+
+def test_an_interrupt_is_left_to_the_main_process():
+    async def story(pool):
+        environment = await pool.open(trouble_task())
+        for pid in (await pid_of(environment), pool._workers._server.pid):
+            os.kill(pid, signal.SIGINT)
+        assert text(await environment.step(Action("x"))) == "x"
+        await (await pool.open(trouble_task())).close()
+        await environment.close()
+        assert pool.stats().failed == 0
+
+    run(story)
+
+
+def test_no_process_outlives_a_killed_main_process(tmp_path):
+    """The fork server sees the end of file, and kills a hung worker too."""
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import asyncio, os, signal, sys\n"
+        "from rollart.backends.process.environments import *\n"
+        "from troublesome import trouble_task\n"
+        "async def main():\n"
+        "    pool = ProcessEnvironments({'troublesome:Trouble': {}}, ProcessSettings())\n"
+        "    environment = await pool.open(trouble_task())\n"
+        "    print((await environment.first()).messages[0].content, pool._workers._server.pid, flush=True)\n"
+        "    asyncio.create_task(environment.step(Action('hang')))\n"
+        "    await asyncio.sleep(0.1)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())\n")
+
+    async def story():
+        here = os.path.dirname(os.path.abspath(__file__))
+        process = await asyncio.create_subprocess_exec(
+            os.sys.executable, str(script), stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": here})
+        line = await process.stdout.readline()
+        await process.wait()
+        await until_dead(*map(int, line.split()))
+
+    asyncio.run(story())
+
+
+def test_the_domains_play_the_same_in_a_process_as_here():
+    domains = {name: make_domain(name) for name in DOMAINS}
+
+    async def story(pool):
+        for name, domain in domains.items():
+            task = domain.task(3, "eval")
+            here = domain.open(task)
+            environment = await pool.open(task)
+            player = domain.player(task, 0, 0.3)
+            there = await environment.first()
+            assert there == here.first()
+            while not there.done:
+                action = Action(player.act(there))
+                there = await environment.step(action)
+                assert there == here.step(action), name
+            await environment.close()
+
+    run(story, domains={name: {} for name in DOMAINS})
+
+
+def test_an_unknown_domain_is_refused():
+    async def story(pool):
+        with pytest.raises(EnvironmentFailed, match="no domain 'trouble'"):
+            await pool.open(trouble_task())
+
+    run(story, domains={"guess": {}})
+    with pytest.raises(ConfigError, match="did you mean 'guess'"):
+        ProcessEnvironments({"gues": {}}, ProcessSettings())
+
+
+def test_settings_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="max_processes must be above 0; got 0"):
+        ProcessSettings(max_processes=0)
+    with pytest.raises(ValueError, match="open_retries must be at least 0; got -1"):
+        ProcessSettings(open_retries=-1)

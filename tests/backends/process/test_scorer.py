@@ -1,0 +1,84 @@
+import asyncio
+import time
+
+import pytest
+from troublesome import trouble_task
+
+from rollart.backends.process.scorer import ProcessScorer, ScorerSettings
+from rollart.core.errors import ConfigError, ScorerFailed
+from rollart.core.tokens import ids
+from rollart.core.types import Observation, Outcome, Trajectory, TrajectoryId
+
+MOODY = {"trouble": "troublesome:moody"}
+
+
+def trajectory(**payload):
+    return Trajectory(TrajectoryId(1, 2), trouble_task(**payload), ids([1]), Observation(), (), Outcome.FINISHED)
+
+
+def run(story, rewards=MOODY, **values):
+    async def main():
+        scorer = ProcessScorer(rewards, ScorerSettings(**values))
+        try:
+            async with asyncio.timeout(30):
+                return await story(scorer)
+        finally:
+            await scorer.close()
+
+    return asyncio.run(main())
+
+
+def test_a_hung_scorer_is_killed_at_its_deadline_and_replaced():
+    async def story(scorer):
+        before = await scorer.score(trajectory(mood="good"))
+        begin = time.monotonic()
+        with pytest.raises(ScorerFailed, match=r"g1.2: score in domain trouble, attempt 2: no answer within 0.3 s"):
+            await scorer.score(trajectory(mood="hang"))
+        assert 0.6 <= time.monotonic() - begin < 3
+        after = await scorer.score(trajectory(mood="good"))
+        assert after.success
+        assert after.parts["pid"] != before.parts["pid"]
+
+    run(story, processes=1, retries=1, score_seconds=0.3)
+
+
+@pytest.mark.parametrize("mood", ["hang", "crash"])
+def test_a_retry_gives_the_score_of_the_call_that_worked(mood, tmp_path):
+    async def story(scorer):
+        await scorer.score(trajectory(mood="good"))
+        return await scorer.score(trajectory(mood=mood, once=str(tmp_path / "tried")))
+
+    assert run(story, score_seconds=0.5).value == 0.5
+
+
+@pytest.mark.parametrize(("mood", "says"), [("crash", "ended with code 3"), ("nan", "ValueError: Out of range float")])
+def test_no_score_is_an_error_and_never_zero(mood, says):
+    async def story(scorer):
+        with pytest.raises(ScorerFailed, match=says):
+            await scorer.score(trajectory(mood=mood))
+
+    run(story)
+
+
+def test_a_hung_call_does_not_hold_up_the_others():
+    async def story(scorer):
+        await scorer.score(trajectory(mood="good"))
+        hung = asyncio.create_task(scorer.score(trajectory(mood="hang")))
+        begin = time.monotonic()
+        await asyncio.gather(*(scorer.score(trajectory(mood="good")) for _ in range(50)))
+        assert time.monotonic() - begin < 1.5
+        hung.cancel()
+        await asyncio.wait([hung])
+        assert hung.cancelled()
+
+    run(story, processes=2, score_seconds=20)
+
+
+def test_a_domain_without_a_reward_and_a_reward_that_does_not_exist_are_refused():
+    async def story(scorer):
+        with pytest.raises(ScorerFailed, match="no reward is named for it"):
+            await scorer.score(trajectory(mood="good"))
+
+    run(story, rewards={"guess": "guess"})
+    with pytest.raises(ConfigError, match="no reward 'gess'"):
+        ProcessScorer({"guess": "gess"}, ScorerSettings())
