@@ -303,8 +303,8 @@ class SmallModel:
     family: str = "qwen3"
     layers: int = 4
     width: int = 192
-    heads: int = 6
-    kv_heads: int = 2
+    heads: int = 4
+    kv_heads: int = 1
     mlp: int = 384
     vocabulary: int = 262
     context_tokens: int = 1024

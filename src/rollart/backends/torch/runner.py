@@ -1,0 +1,205 @@
+"""The forward passes of the engine: a decoder with keys and values kept in rows, one row per running request.
+
+Keeps true: row r holds the keys and values of positions 0 .. filled-1 of its request, in the order of the context; what
+lies beyond is finite and masked. Used by one thread. Shapes: n requests of t tokens each, D width, H heads of Dh, K
+key-value heads with G = H / K queries each, L positions attended to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollart.backends.torch.transformer import ModelConfig, Transformer, rotary, rotate
+from rollart.backends.torch.weights import load_into
+
+
+@dataclass(slots=True)
+class _Norm:
+    """RMS norm as x / hypot(|x|, small) * scale, a third of the CPU time of `F.rms_norm`. Last width N of x."""
+
+    weight: Tensor
+    eps: float
+
+    def refresh(self) -> None:
+        width = self.weight.shape[-1]
+        self.scale = self.weight.float() * math.sqrt(width)
+        self.small = torch.full((1,), math.sqrt(width * self.eps), device=self.weight.device)
+
+    scale: Tensor = None  # type: ignore[assignment]
+    small: Tensor = None  # type: ignore[assignment]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x / torch.hypot(length, self.small)).mul_(self.scale).to(x.dtype)
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One layer's weights, with those that share an input in one matrix; biases are None where there are none."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+    before: _Norm
+    after: _Norm
+    q_norm: _Norm | None
+    k_norm: _Norm | None
+
+
+def _fuse(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+    """One tensor with the rows of all; the parameters become views of it, so that loading fills it."""
+    fused = torch.cat([parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, fused.split([len(parameter) for parameter in parameters]), strict=True):
+        parameter.data = part
+    return fused
+
+
+class Runner:
+    """Weights and KV rows. `capacity` grows by doubling up to `rows` rows of `context_tokens` tokens each."""
+
+    def __init__(self, config: ModelConfig, rows: int, context_tokens: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        self.config, self.device, self.dtype = config, device, dtype
+        self.model = Transformer(config).to(device, dtype).requires_grad_(False)
+        self._limit = (rows, context_tokens + 1)  # one position more: the scratch that padding writes to
+        self._layers = [self._layer(layer) for layer in self.model.model.layers]
+        self._norm = _Norm(self.model.model.norm.weight, config.norm_eps)
+        self._cos, self._sin = rotary(torch.arange(context_tokens + 1), config.rope.frequencies(config.head_dim), dtype)
+        self._cos, self._sin = self._cos.to(device)[:, None], self._sin.to(device)[:, None]
+        self._range = torch.arange(context_tokens + 1, device=device)
+        self._nothing = torch.zeros(1, 1, 1, device=device, dtype=dtype)
+        self.clear()
+
+    def _layer(self, layer: torch.nn.Module) -> _Layer:
+        attention, mlp, eps = layer.self_attn, layer.mlp, self.config.norm_eps
+        inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
+        return _Layer(
+            qkv=_fuse([part.weight for part in inputs]),
+            qkv_bias=_fuse([part.bias for part in inputs]) if self.config.qkv_bias else None,
+            out=attention.o_proj.weight.data.t(), out_bias=attention.o_proj.bias,
+            gate_up=_fuse([mlp.gate_proj.weight, mlp.up_proj.weight]), down=mlp.down_proj.weight.data.t(),
+            before=_Norm(layer.input_layernorm.weight, eps), after=_Norm(layer.post_attention_layernorm.weight, eps),
+            q_norm=_Norm(attention.q_norm.weight, eps) if self.config.qk_norm else None,
+            k_norm=_Norm(attention.k_norm.weight, eps) if self.config.qk_norm else None)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy new weights in place. Raises ValueError that names what does not fit, before any change (T9)."""
+        load_into(self.model, tensors)
+        for layer in self._layers:
+            for norm in (layer.before, layer.after, layer.q_norm, layer.k_norm):
+                if norm is not None:
+                    norm.refresh()
+        self._norm.refresh()
+
+    def clear(self) -> None:
+        """Forget every row."""
+        self._kv = torch.zeros(0)
+        self.capacity = (0, 0)
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for `rows` rows of `length` positions (and the scratch position), keeping what they hold."""
+        old_rows, old_length = self.capacity
+        if rows <= old_rows and length < old_length:
+            return
+        new_rows = old_rows if rows <= old_rows else min(self._limit[0], max(rows, 2 * old_rows, 4))
+        new_length = old_length if length < old_length else min(self._limit[1], max(length + 1, 2 * old_length, 128))
+        config = self.config
+        grown = torch.zeros(config.layers, 2, new_rows, config.kv_heads, new_length, config.head_dim,
+                            dtype=self.dtype, device=self.device)
+        if old_rows:
+            grown[:, :, :old_rows, :, :old_length] = self._kv
+        self._kv, self.capacity = grown, (new_rows, new_length)
+        self._flat = [layer.view(-1, config.head_dim) for layer in grown]
+        shape = (2, new_rows, config.kv_heads)
+        starts = torch.arange(math.prod(shape), device=self.device).view(shape) * new_length
+        self._starts = starts.transpose(0, 1).reshape(new_rows, 2 * config.kv_heads)  # [rows, 2K], into flat
+
+    @property
+    def scratch(self) -> int:
+        """The position that padding is written to; never attended to by a live row."""
+        return self.capacity[1] - 1
+
+    def take(self, row: int, length: int) -> Tensor:
+        """A copy of the first `length` positions of a row, [layers, 2, K, length, Dh]."""
+        return self._kv[:, :, row, :, :length].clone()
+
+    def put(self, row: int, kept: Tensor) -> None:
+        self._kv[:, :, row, :, :kept.shape[3]] = kept
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self._kv[:, :, target, :, :length] = self._kv[:, :, source, :, :length]
+
+    def decode(self, tokens: Tensor, positions: Tensor, longest: int, even: bool) -> Tensor:
+        """Logits [n, V] of one token for each of the first n rows; tokens, positions [n].
+
+        `longest` is the largest live position + 1; `even`: all positions are `longest - 1`, so nothing is masked.
+        """
+        n = len(tokens)
+        mask = None if even else self._mask(positions[:, None], longest)
+        x = self._forward(tokens, positions, self._starts[:n] + positions[:, None], n, None, longest, mask)
+        return F.linear(self._norm(x), self.model.head)
+
+    def prefill(self, rows: Sequence[int], starts: Sequence[int], chunks: Sequence[Sequence[int]]) -> None:
+        """Fill positions starts[i] .. of row rows[i] with chunks[i]; chunks may differ in length."""
+        n, t = len(rows), max(map(len, chunks))
+        longest = max(start + len(chunk) for start, chunk in zip(starts, chunks, strict=True))
+        tokens = torch.tensor([[*chunk, *[0] * (t - len(chunk))] for chunk in chunks], device=self.device)
+        lengths = torch.tensor([len(chunk) for chunk in chunks], device=self.device)[:, None]
+        positions = torch.tensor(starts, device=self.device)[:, None] + self._range[:t]
+        positions = torch.where(self._range[:t] < lengths, positions, self.scratch)  # [n, t]
+        index = torch.tensor(rows, device=self.device)
+        places = (self._starts[index][:, None] + positions[..., None]).flatten(0, 1)
+        self._forward(tokens.flatten(), positions.flatten(), places, n, index, longest, self._mask(positions, longest),
+                      last=False)
+
+    def _mask(self, positions: Tensor, longest: int) -> Tensor:
+        """-inf where a query at positions [n, t] must not look, as bmm wants it: [n * K, G * t (or 1), L]."""
+        n, t = positions.shape
+        groups = self.config.heads // self.config.kv_heads if t > 1 else 1
+        hidden = self._range[:longest] > positions[..., None]
+        mask = torch.zeros(n, t, longest, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        return mask[:, None, None].expand(n, self.config.kv_heads, groups, t, longest).reshape(
+            n * self.config.kv_heads, groups * t, longest)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, places: Tensor, n: int, index: Tensor | None, longest: int,
+                 mask: Tensor | None, last: bool = True) -> Tensor:
+        """Hidden states [n * t, D] of tokens, positions [n * t], written to `places` [n * t, 2K] of the flat rows.
+
+        `index`: which rows, or None for the first n. Without `last` only what later tokens need is computed: the last
+        layer stops at its keys and values.
+        """
+        config = self.config
+        heads, kv_heads, width = config.heads, config.kv_heads, config.head_dim
+        t, groups, scale, beta = len(tokens) // n, heads // kv_heads, width ** -0.5, 0.0 if mask is None else 1.0
+        mask = self._nothing if mask is None else mask
+        x = F.embedding(tokens, self.model.model.embed_tokens.weight)
+        cos, sin, places = self._cos[positions], self._sin[positions], places.flatten()
+        for i, layer in enumerate(self._layers):
+            mixed = F.linear(layer.before(x), layer.qkv, layer.qkv_bias).view(n * t, heads + 2 * kv_heads, width)
+            q, k, v = mixed.split([heads, kv_heads, kv_heads], 1)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = layer.q_norm(q), layer.k_norm(k)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            self._flat[i].index_copy_(0, places, torch.cat([k, v], 1).view(-1, width))
+            if i == len(self._layers) - 1 and not last:
+                break
+            keys, values = self._kv[i, :, :n, :, :longest] if index is None else (
+                self._kv[i, :, :, :, :longest].index_select(1, index))
+            q = q.view(n, t, kv_heads, groups, width).permute(0, 2, 3, 1, 4).reshape(n * kv_heads, groups * t, width)
+            scores = torch.baddbmm(mask, q, keys.flatten(0, 1).transpose(1, 2), beta=beta, alpha=scale).softmax(-1)
+            seen = torch.bmm(scores, values.flatten(0, 1)).view(n, kv_heads, groups, t, width)
+            x = torch.addmm(x, seen.permute(0, 3, 1, 2, 4).reshape(n * t, heads * width), layer.out)
+            if layer.out_bias is not None:
+                x += layer.out_bias
+            gate, up = F.linear(layer.after(x), layer.gate_up).chunk(2, -1)
+            x = torch.addmm(x, F.silu(gate).mul_(up), layer.down)
+        return x
