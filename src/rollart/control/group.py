@@ -98,6 +98,9 @@ class GroupRun:
         for manager in stopped.values():
             ended = manager.trajectory(Outcome.ABORTED, error=self.end_reason)
             self._s.journal.emit(TrajectoryEnded(ended, self.end_fate))
+        for member in stopped:
+            if not member.cancelled() and (failure := member.exception()):
+                raise failure  # our own mistake: never lost, whatever was being cancelled
         if cancelled:
             raise asyncio.CancelledError
 

@@ -1,0 +1,48 @@
+# Every target makes the virtual environment it needs. On Linux, torch from PyPI brings CUDA (several GB); for the CPU
+# build:  make quickstart PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+QUICKSTART = runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: help setup quickstart test check bench clean
+
+help:  ## What there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "RollArt needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1): set PYTHON=python3.12"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing RollArt with its embedded engine and learner (about a minute) ..."
+	$(PIP) -e '.[torch,envs]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) -e '.[torch,hf,envs,dev]'
+	@touch $@
+
+setup: $(VENV)/.dev  ## Install everything for development
+
+quickstart: $(VENV)/.run  ## Train a small agent on three tasks, on this machine's CPU
+	$(BIN)/rollart train recipes/quickstart.toml --run $(QUICKSTART)
+
+check: $(VENV)/.dev  ## Lint, types, layers
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check  ## All checks and tests
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.dev  ## The benchmarks, one after the other (about half an hour)
+	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/learner.py
+	$(BIN)/python benchmarks/schedules.py
+
+clean:  ## Remove the virtual environment and caches (not runs/)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

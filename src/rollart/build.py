@@ -1,0 +1,303 @@
+"""Composition root: a recipe and a run folder become a running system. The only place that knows the backends.
+
+Order of things: model (warm-started or from a checkpoint) -> learner, engines -> proxy -> rollout -> pipeline; then the
+journal's subscribers watch it. Nothing is started before everything has been built, and all that was started is
+closed again, whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollart.backends.process.environments import ProcessEnvironments
+from rollart.backends.process.scorer import ProcessScorer
+from rollart.config.recipe import Recipe, cores
+from rollart.control.env_manager import Services
+from rollart.control.evaluation import Evaluator
+from rollart.control.llm_proxy import LLMProxy
+from rollart.control.pipeline import Pipeline
+from rollart.control.rollout_scheduler import RolloutScheduler
+from rollart.control.sample_buffer import SampleBuffer
+from rollart.control.supervisor import Supervisor
+from rollart.control.task_mix import Share, TaskMix
+from rollart.control.wave import Wave
+from rollart.control.weight_sync import WeightSync
+from rollart.core.changed import Changed
+from rollart.core.clock import draw
+from rollart.core.errors import ConfigError
+from rollart.core.events import Event, StepEnded
+from rollart.core.ports import EnvironmentPool, Scorer, Trainer
+from rollart.core.types import EvalResult, Restored, Sampling, Version
+from rollart.envs.demonstrations import demonstrations
+from rollart.envs.latency import InjectedLatency
+from rollart.observe.invariants import Invariants
+from rollart.observe.journal import Journal, Subscriber
+from rollart.observe.ledger import Ledger
+from rollart.observe.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from rollart.backends.torch.chat import Chat
+    from rollart.backends.torch.engine import EmbeddedEngine
+    from rollart.backends.torch.learner import TorchTrainer
+    from rollart.backends.torch.transformer import Transformer
+    from rollart.backends.torch.weights import MemoryWeights
+
+Progress = Callable[[str, int, int, float], None]
+"""Called with what is done, its step, the number of steps, and a figure (the loss)."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model and how it speaks."""
+
+    model: Transformer
+    chat: Chat
+
+
+def load_policy(folder: Path) -> Policy:
+    """From a Hugging Face checkpoint folder. Raises ConfigError."""
+    from rollart.backends.torch.chat import load_chat
+    from rollart.backends.torch.checkpoint import load_model
+
+    if not folder.is_dir():
+        raise ConfigError(f"model folder {folder} does not exist: set model.path to a Hugging Face checkpoint folder")
+    return Policy(load_model(folder), load_chat(folder))
+
+
+def first_policy(recipe: Recipe, progress: Progress = lambda *_: None) -> Policy:
+    """The model that a new run starts from: a folder, or the small one, warm-started if the recipe says so.
+
+    Warm starts are kept in the user's cache folder, under all that they depend on.
+    """
+    from rollart.backends.torch import warm_start as warm
+    from rollart.backends.torch.chat import ByteChat
+    from rollart.backends.torch.checkpoint import save_model
+    from rollart.backends.torch.transformer import small_model
+
+    if recipe.model.path:
+        policy = load_policy(Path(recipe.model.path))
+    else:
+        policy = Policy(small_model(recipe.model.small, draw(recipe.seed, "model")), ByteChat())
+    if recipe.warm_start is None:
+        return policy
+    key = _warm_key(recipe)
+    found = warm.cached(cache_folder(), key)
+    if found is None:
+        sequences = _imitation(recipe, policy.chat)
+        warm.imitate(policy.model, sequences, recipe.warm_start, cores(),
+                     lambda step, steps, loss: progress("warm start", step, steps, loss))
+        found = warm.store(cache_folder(), key, lambda folder: save_model(policy.model, folder, policy.chat))
+    return load_policy(found)
+
+
+def cache_folder() -> Path:
+    """Where warm starts are kept: $ROLLART_CACHE, or rollart/ in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("ROLLART_CACHE") or Path(base) / "rollart") / "warm_start"
+
+
+def _warm_key(recipe: Recipe) -> dict[str, Any]:
+    plain = recipe.to_json()
+    domains = {name: {k: v for k, v in table.items() if k not in ("weight", "latency")}
+               for name, table in plain["domains"].items()}
+    key = {"model": plain["model"], "warm_start": plain["warm_start"], "domains": domains, "seed": recipe.seed,
+           "format": 1}
+    return json.loads(json.dumps(key))  # type: ignore[no-any-return]
+
+
+def _imitation(recipe: Recipe, chat: Chat) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """Demonstrations of every domain as (ids, mask), mask 1 on the player's actions."""
+    from rollart.backends.torch.chat import render_demonstration
+
+    settings = recipe.warm_start
+    assert settings is not None
+    sequences = []
+    for name in recipe.domains:
+        rate = settings.error_rates.get(name, settings.error_rate)
+        for episode in demonstrations(recipe.domain(name), settings.demonstrations, seed=draw(recipe.seed, "demo"),
+                                      error_rate=rate):
+            sequences.append(render_demonstration(chat, episode.start, episode.actions, episode.observations))
+    return sequences
+
+
+class LocalCluster:
+    """The Cluster port for engines in this process."""
+
+    def __init__(self, engines: Sequence[EmbeddedEngine]) -> None:
+        self._engines = {engine.id: engine for engine in engines}
+        self._lost: asyncio.Queue[str] = asyncio.Queue()
+        for engine in engines:
+            engine.on_lost(lambda id=engine.id: self._lost.put_nowait(id))
+
+    async def wait_lost(self) -> str:
+        return await self._lost.get()
+
+    async def restart(self, engine: str) -> None:
+        await self._engines[engine].restart()
+
+
+class FolderCheckpoints:
+    """The pipeline's Checkpoints in a run folder: the ledger first, the marker last."""
+
+    def __init__(self, folder: RunFolder, ledger: Ledger, keep: int) -> None:
+        self._folder, self._ledger, self._keep = folder, ledger, keep
+
+    async def save(self, version: Version, state: Mapping[str, Any], trainer: Trainer) -> str:
+        self._ledger.flush()
+        path = self._folder.begin_checkpoint(version)
+        (path / "state.json").write_text(json.dumps(dict(state)))
+        await trainer.save(path)
+        self._ledger.flush()
+        await asyncio.to_thread(self._folder.complete_checkpoint, path, self._keep)
+        return str(path)
+
+
+class LedgerCheck:
+    """I2 in production: after each step the ledger's counts must be those of the control plane."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.rollout: RolloutScheduler | None = None
+        self.before = 0
+
+    def on(self, at: float, event: Event) -> None:
+        if isinstance(event, StepEnded) and self.rollout:
+            self._ledger.check(self.rollout.unsettled, self.before + self.rollout.dispatched)
+
+
+@dataclass
+class Run:
+    """Everything of one run, ready to go."""
+
+    recipe: Recipe
+    folder: RunFolder
+    pipeline: Pipeline
+    proxy: LLMProxy
+    environments: ProcessEnvironments
+    engines: Sequence[EmbeddedEngine]
+    trainer: TorchTrainer
+    ledger: Ledger
+    journal: Journal
+    restored: Restored | None
+
+    async def train(self) -> bool:
+        """True if it reached the last step, False if it was stopped; see Pipeline.run."""
+        return await self.pipeline.run(self.restored)
+
+
+@asynccontextmanager
+async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
+                   subscribers: Callable[[Ledger], Sequence[Subscriber]] = lambda _: (),
+                   progress: Progress = lambda *_: None) -> AsyncIterator[Run]:
+    """Build the run in a folder that is locked by the caller; closes every part at the end.
+
+    On resume the newest whole checkpoint is taken; without one the run starts again from version 0, with what the
+    ledger knows. Raises ConfigError, RunError.
+    """
+    async with AsyncExitStack() as stack:
+        ledger = Ledger(folder.database)
+        stack.callback(ledger.close)
+        checkpoint = folder.newest_checkpoint() if resume else None
+        version = checkpoint[0] if checkpoint else 0
+        policy = load_policy(checkpoint[1]) if checkpoint else await asyncio.to_thread(first_policy, recipe, progress)
+        restored = ledger.recover(version) if resume else None
+
+        check = LedgerCheck(ledger)
+        journal = Journal([_invariants(recipe), ledger, *subscribers(ledger), check])
+        trainer, weights = _trainer(recipe, policy)
+        stack.callback(trainer.close)
+        if checkpoint:
+            await trainer.load(checkpoint[1])
+        engines = [_engine(f"{pool}-{i}", pool, recipe, policy, weights, trainer.device)
+                   for pool, settings in recipe.pools.items() for i in range(settings.replicas)]
+        eval_engine = _engine("eval", "eval", recipe, policy, weights, trainer.device)
+        for engine in (*engines, eval_engine):
+            engine.start()
+            stack.callback(engine.close)
+        environments = ProcessEnvironments(_domain_tables(recipe), recipe.environments)
+        stack.push_async_callback(environments.close)
+        scorer = ProcessScorer(_domain_tables(recipe), recipe.reward)
+        stack.push_async_callback(scorer.close)
+
+        changed = Changed()
+        affinity = {domain: pool for pool, settings in recipe.pools.items() for domain in settings.domains}
+        rollout_settings = dataclasses.replace(
+            recipe.rollout, context_tokens=recipe.rollout.context_tokens or recipe.engine.context_tokens)
+        proxy = LLMProxy(engines, affinity, journal=journal, changed=changed)
+        schedule = recipe.schedule.schedule
+        services = Services(
+            proxy=proxy, environments=_with_latency(recipe, environments), renderer=policy.chat, scorer=scorer,
+            journal=journal, settings=rollout_settings, sampling=recipe.sampling, seed=draw(recipe.seed, "rollout"),
+            wave=Wave(changed, rollout_settings.stall_seconds) if schedule.turn_barrier else None)
+        buffer = SampleBuffer(batch_groups=rollout_settings.batch_groups, alpha=recipe.schedule.bound,
+                              schedule=schedule, stale=recipe.schedule.stale,
+                              spare_groups=rollout_settings.spare_groups, version=version)
+        tasks = TaskMix({name: Share(entry.weight, lambda i, name=name: recipe.domain(name).task(i, "train"))
+                         for name, entry in recipe.domains.items()}, draw(recipe.seed, "tasks"))
+        rollout = RolloutScheduler(services, buffer, tasks, changed)
+        sync = WeightSync(trainer, proxy, journal)
+        supervisor = Supervisor(LocalCluster(engines), proxy, sync, changed)
+        pipeline = Pipeline(recipe.pipeline, algo=recipe.algorithm, buffer=buffer, changed=changed, rollout=rollout,
+                            sync=sync, supervisor=supervisor, trainer=trainer, tasks=tasks, journal=journal,
+                            checkpoints=FolderCheckpoints(folder, ledger, recipe.keep_checkpoints),
+                            evaluator=_evaluator(recipe, services, eval_engine, environments, changed))
+        check.rollout, check.before = rollout, ledger.counts()["dispatched"]
+        yield Run(recipe, folder, pipeline, proxy, environments, engines, trainer, ledger, journal, restored)
+
+
+def _invariants(recipe: Recipe) -> Invariants:
+    rollout = recipe.rollout
+    return Invariants(alpha=recipe.schedule.bound, batch_groups=rollout.batch_groups, group_size=rollout.group_size,
+                      spare_groups=rollout.spare_groups, strict=recipe.schedule.schedule.check_always)
+
+
+def _trainer(recipe: Recipe, policy: Policy) -> tuple[TorchTrainer, MemoryWeights]:
+    from rollart.backends.torch.checkpoint import save_model
+    from rollart.backends.torch.learner import TorchTrainer
+    from rollart.backends.torch.weights import MemoryWeights
+
+    weights = MemoryWeights()
+    settings = recipe.learner
+    if settings.schedule != "constant" and not settings.total_steps:
+        settings = dataclasses.replace(settings, total_steps=recipe.pipeline.steps)
+    trainer = TorchTrainer(policy.model, settings, recipe.algorithm, weights,
+                           temperature=recipe.sampling.temperature, seed=draw(recipe.seed, "learner"),
+                           export=lambda folder: save_model(policy.model, folder, policy.chat),
+                           reference=None)
+    return trainer, weights
+
+
+def _engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: MemoryWeights, device: Any) -> EmbeddedEngine:
+    from rollart.backends.torch.engine import EmbeddedEngine
+    from rollart.backends.torch.transformer import Transformer
+
+    return EmbeddedEngine(id, pool, Transformer(policy.model.config), weights, recipe.engine)
+
+
+def _domain_tables(recipe: Recipe) -> dict[str, Mapping[str, Any]]:
+    return {name: entry.settings for name, entry in recipe.domains.items()}
+
+
+def _with_latency(recipe: Recipe, pool: EnvironmentPool) -> EnvironmentPool:
+    latencies = {name: entry.latency for name, entry in recipe.domains.items() if entry.latency}
+    return InjectedLatency(pool, latencies, draw(recipe.seed, "latency")) if latencies else pool
+
+
+def _evaluator(recipe: Recipe, services: Services, engine: EmbeddedEngine, environments: EnvironmentPool,
+               changed: Changed) -> Evaluator | None:
+    """Evaluation plays the domains as they are, without injected latency, on an engine of its own."""
+    if not recipe.evaluation.tasks:
+        return None
+    proxy = LLMProxy([engine], {}, journal=Journal([]), changed=changed, wait_seconds=30.0)
+    own = dataclasses.replace(services, proxy=proxy, environments=environments, wave=None,
+                              sampling=Sampling(temperature=recipe.evaluation.temperature))
+    tasks = [recipe.domain(name).task(i, "eval") for i in range(recipe.evaluation.tasks) for name in recipe.domains]
+    return Evaluator(own, tasks, concurrent=recipe.evaluation.concurrent)

@@ -1,0 +1,311 @@
+"""The `rollart` command. Exit codes: 0 done, 1 the run failed, 2 a user's mistake, 130 interrupted (resumable)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from rollart import __version__
+from rollart.config.recipe import Recipe, from_tables, load_recipe
+from rollart.core.errors import ConfigError, InvariantViolated, RollArtError
+from rollart.observe.run_folder import RunFolder
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  help="Disaggregated, asynchronous, multi-task agentic RL training of LLMs.")
+envs_app = typer.Typer(no_args_is_help=True, help="List the task domains, or play one in the terminal.")
+app.add_typer(envs_app, name="envs")
+console = Console()
+errors = Console(stderr=True)
+
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE",
+                                                help="Override a recipe key, e.g. pipeline.steps=20. Repeatable.")]
+
+
+def _fail(message: str, code: int) -> None:
+    errors.print(f"[bold red]error:[/] {message}" if errors.is_terminal else f"error: {message}", highlight=False,
+                 soft_wrap=True)
+    raise SystemExit(code)
+
+
+def _flatten(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _flatten(inner)
+    else:
+        yield error
+
+
+@contextmanager
+def _clear_errors(resume: Path | None = None) -> Iterator[None]:
+    """One line instead of a traceback for everything a user can do something about."""
+    try:
+        yield
+    except (RollArtError, OSError, sqlite3.Error, BaseExceptionGroup) as error:
+        inner = list(_flatten(error))
+        first = next((e for e in inner if isinstance(e, InvariantViolated)), inner[0])
+        if isinstance(first, ConfigError):
+            _fail(str(first), 2)
+        hint = f"; continue with: rollart train --resume {resume}" if resume and "--resume" not in str(first) else ""
+        if isinstance(first, RollArtError | OSError | sqlite3.Error):
+            _fail(f"{first}{hint}", 1)
+        raise first from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rollart {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
+                                               help="Print the version and exit.")] = False) -> None:
+    """Disaggregated, asynchronous, multi-task agentic RL training of LLMs."""
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path | None, typer.Argument(help="A TOML recipe, e.g. recipes/quickstart.toml.")] = None,
+    run: Annotated[Path | None, typer.Option("--run", help="Folder for this run (new). Default: runs/NAME-N.")] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
+    sets: Sets = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the recipe, print what would run, stop.")] = False,
+) -> None:
+    """Train by a recipe, or go on with an interrupted run."""
+    with _clear_errors():
+        if (recipe is None) == (resume is None):
+            raise ConfigError("train needs either a RECIPE to start or --resume FOLDER to go on; got "
+                              + ("both" if recipe else "neither"))
+        if resume and run:
+            raise ConfigError("--run names a new run, --resume an old one: give one of them")
+        if resume:
+            from rollart.config.toml import override
+
+            tables = RunFolder(resume).read_config()
+            override(tables, sets or [])
+            settings = from_tables(tables)
+        else:
+            assert recipe is not None
+            settings = load_recipe(recipe, sets or [])
+        if dry_run:
+            _describe(settings)
+            return
+        folder = RunFolder(resume or run or _free_folder(settings.name))
+        if resume:
+            folder.resume()
+        else:
+            folder.create(settings.to_json())
+    with _clear_errors(folder.path), folder:
+        finished = asyncio.run(_train(settings, folder, resume=bool(resume)))
+    if not finished:
+        errors.print(f"interrupted; continue with: rollart train --resume {folder.path}", highlight=False)
+        raise SystemExit(130)
+
+
+def _free_folder(name: str) -> Path:
+    number = 1
+    while (path := Path("runs") / f"{name}-{number}").exists():
+        number += 1
+    return path
+
+
+def _describe(recipe: Recipe) -> None:
+    """The resolved recipe and what it amounts to."""
+    rollout, bound = recipe.rollout, recipe.schedule.bound
+    slots = (bound + 1) * rollout.batch_groups + rollout.spare_groups
+    per_step = rollout.batch_groups * rollout.group_size
+    weights = {name: entry.weight for name, entry in recipe.domains.items()}
+    console.print_json(json.dumps(recipe.to_json()))
+    console.print(f"{recipe.pipeline.steps} steps of {rollout.batch_groups} groups x {rollout.group_size} = {per_step} "
+                  f"trajectories; schedule {recipe.schedule.name}, at most {bound} versions old, {slots} group slots, "
+                  f"up to {slots * (rollout.group_size + rollout.spares)} environments at once")
+    console.print("domains by weight: " + ", ".join(f"{n} {w / sum(weights.values()):.0%}" for n, w in weights.items()))
+
+
+async def _train(recipe: Recipe, folder: RunFolder, *, resume: bool) -> bool:
+    from rollart.progress import Watch
+
+    with Watch(console, recipe, folder) as watch:
+        from rollart.build import open_run
+
+        async with open_run(recipe, folder, resume=resume, subscribers=watch.subscribers,
+                            progress=watch.preparing) as run:
+            async with watch.running(run), _interruptible(run.pipeline.stop, watch.interrupting):
+                finished = await run.train()
+        watch.finish()
+    return finished
+
+
+@contextmanager
+def _signals(handler: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+class _interruptible:
+    """The first Ctrl-C asks for a clean end; the second cancels at once (the run stays resumable)."""
+
+    def __init__(self, stop: Callable[[], None], tell: Callable[[], None]) -> None:
+        self._stop, self._tell, self._asked = stop, tell, False
+        self._task = asyncio.current_task()
+
+    def _on_signal(self) -> None:
+        if self._asked and self._task:
+            self._task.cancel()
+        self._asked = True
+        self._stop()
+        self._tell()
+
+    async def __aenter__(self) -> None:
+        self._scope = _signals(self._on_signal)
+        self._scope.__enter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._scope.__exit__(*error)
+
+
+@app.command(name="eval")
+def evaluate(
+    target: Annotated[Path, typer.Argument(help="A run folder (its newest checkpoint) or a checkpoint folder.")],
+    recipe: Annotated[Path | None, typer.Option(help="Recipe with the domains, for a bare checkpoint folder.")] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="Held-out tasks per domain.")] = 64,
+    sets: Sets = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Held-out success per domain of a run's newest checkpoint, or of any checkpoint folder."""
+    with _clear_errors():
+        from rollart.config.toml import override
+
+        folder = RunFolder(target)
+        if folder.config.exists():
+            tables = folder.read_config()
+            override(tables, sets or [])
+            settings, newest = from_tables(tables), folder.newest_checkpoint()
+            if newest is None:
+                raise ConfigError(f"{target} has no whole checkpoint yet: wait for one, or name a checkpoint folder")
+            path = newest[1]
+        elif recipe is None:
+            raise ConfigError(f"{target} is not a run folder (no config.json of a run): for a checkpoint folder, name "
+                              "the recipe that has the domains with --recipe")
+        else:
+            settings, path = load_recipe(recipe, sets or []), target
+        from rollart.build import evaluate_policy
+
+        results = asyncio.run(evaluate_policy(settings, path, tasks))
+    if as_json:
+        typer.echo(json.dumps({r.domain: {"success": r.success, "reward": r.reward, "tasks": r.tasks,
+                                          "failed": r.failed} for r in results}))
+        return
+    for r in results:
+        failed = f", {r.failed} failed" if r.failed else ""
+        console.print(f"{r.domain:20} success {r.success:.3f}   reward {r.reward:.3f}   {r.tasks} tasks{failed}")
+
+
+@app.command()
+def status(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
+    """What a run is doing now: versions, slots, who waits for what, the oldest items in flight."""
+    with _clear_errors():
+        from rollart.observe.status import render_status
+
+        console.print(render_status(run))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    serve: Annotated[int | None, typer.Option("--serve", metavar="PORT",
+                                              help="Serve the live report on this loopback port.")] = None,
+) -> None:
+    """Write report.html again from what the run has so far, and print its short form."""
+    with _clear_errors():
+        from rollart.observe.report import render_report, write_report
+
+        RunFolder(run).read_config()
+        if serve is not None:
+            from rollart.observe.serve import serve_report
+
+            serve_report(run, serve, lambda url: console.print(f"live report at {url} (Ctrl-C ends it)"))
+            return
+        write_report(run)
+        console.print(render_report(run))
+
+
+@envs_app.command("list")
+def envs_list() -> None:
+    """The task domains that ship, with their settings."""
+    import dataclasses
+
+    from rollart.envs.domain import DOMAINS, domain_class
+
+    for name in DOMAINS:
+        try:
+            kind = domain_class(name)
+        except ConfigError as missing:
+            console.print(f"[bold]{name}[/]: {missing}")
+            continue
+        module = sys.modules[kind.__module__].__doc__ or ""
+        console.print(f"[bold]{name}[/]: {module.strip().splitlines()[0]}")
+        for f in dataclasses.fields(kind.Settings):
+            console.print(f"    {f.name} = {f.default!r}", highlight=False)
+
+
+@envs_app.command("play")
+def envs_play(
+    name: Annotated[str, typer.Argument(help="A domain, e.g. frozen_lake.")],
+    who: Annotated[str, typer.Option(help="person, script or random.")] = "person",
+    index: Annotated[int, typer.Option(min=0, help="Which task.")] = 0,
+    split: Annotated[str, typer.Option(help="train or eval.")] = "train",
+    seed: Annotated[int, typer.Option(help="Seed of the scripted or random player.")] = 0,
+    error_rate: Annotated[float, typer.Option(min=0.0, max=1.0, help="How often the scripted player errs.")] = 0.0,
+    sets: Sets = None,
+) -> None:
+    """Play one task of a domain: yourself, or watch the scripted or the random player."""
+    with _clear_errors():
+        from rollart.config.toml import override
+        from rollart.envs.domain import make_domain
+        from rollart.envs.play import play
+
+        if who not in ("person", "script", "random"):
+            raise ConfigError(f"--who must be person, script or random; got {who!r}")
+        table: dict[str, Any] = {}
+        override(table, sets or [])
+        solved = play(make_domain(name, table), index, split=split, who=who, seed=seed,  # type: ignore[arg-type]
+                      error_rate=error_rate, write=lambda text: console.print(text, highlight=False, markup=False))
+    console.print("solved" if solved else "not solved")
+
+
+@app.command()
+def doctor() -> None:
+    """What is installed here, what works, and what would enable the rest."""
+    from rollart.doctor import check_up
+
+    raise SystemExit(0 if check_up(console) else 1)
+
+
+def main() -> None:
+    """Entry point: typer's own usage errors exit with 2."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        errors.print("interrupted", highlight=False)
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

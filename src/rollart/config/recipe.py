@@ -1,0 +1,197 @@
+"""A recipe: everything a run is made from, composed of the settings of those who use them.
+
+Keeps true: what is written to a run's config.json builds the same recipe again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollart.algo.settings import AlgoSettings
+from rollart.backends.process.settings import ProcessSettings, RewardSettings
+from rollart.backends.torch.settings import EngineSettings, LearnerSettings, SmallModel, WarmStartSettings
+from rollart.config.toml import build, nearest, override, read_toml
+from rollart.control.pipeline import PipelineSettings
+from rollart.control.settings import RolloutSettings, ScheduleSettings
+from rollart.core.errors import ConfigError
+from rollart.core.types import Sampling, StalePolicy
+from rollart.envs.domain import Domain, make_domain
+from rollart.envs.latency import Latency
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The model to train: a Hugging Face checkpoint folder at `path`, or (without one) `small`, made on the spot."""
+
+    path: str = ""
+    small: SmallModel = field(default_factory=SmallModel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """tasks: held-out tasks per domain (0: no evaluation). concurrent: episodes at once. temperature: of sampling."""
+
+    tasks: int = 64
+    concurrent: int = 64
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.tasks < 0 or self.concurrent < 1 or self.temperature < 0:
+            raise ValueError(f"needs tasks >= 0, concurrent >= 1, temperature >= 0; got {self}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSettings:
+    """One pool of engines: how many replicas it has. `domains`: the task domains that prefer it."""
+
+    replicas: int = 1
+    domains: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ValueError(f"replicas must be at least 1 engine; got {self.replicas}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DomainEntry:
+    """One domain of the mix: its weight, what injects latency, and the domain's own settings."""
+
+    weight: float
+    settings: Mapping[str, Any]
+    latency: Latency | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """name: shown in reports. seed: of everything. keep_checkpoints: the newest so many stay on disk."""
+
+    name: str = "run"
+    seed: int = 0
+    keep_checkpoints: int = 2
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    sampling: Sampling = field(default_factory=Sampling)
+    algorithm: AlgoSettings = field(default_factory=AlgoSettings)
+    learner: LearnerSettings = field(default_factory=LearnerSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    warm_start: WarmStartSettings | None = None
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    pools: Mapping[str, PoolSettings] = field(default_factory=lambda: {"default": PoolSettings()})
+    environments: ProcessSettings = field(default_factory=ProcessSettings)
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    domains: Mapping[str, DomainEntry] = field(default_factory=dict)
+
+    def domain(self, name: str) -> Domain:
+        """The domain as this recipe sets it. Raises ConfigError."""
+        return make_domain(name, self.domains[name].settings)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, complete, in the form that `from_tables` reads."""
+        plain = dataclasses.asdict(self)
+        plain["domains"] = {name: {"weight": entry.weight, **entry.settings,
+                                   **({"latency": dataclasses.asdict(entry.latency)} if entry.latency else {})}
+                            for name, entry in self.domains.items()}
+        if self.warm_start is None:
+            del plain["warm_start"]
+        if self.schedule.alpha is None:
+            del plain["schedule"]["alpha"]
+        return plain
+
+
+_SECTIONS: dict[str, Any] = {
+    "pipeline": PipelineSettings, "schedule": ScheduleSettings, "rollout": RolloutSettings, "sampling": Sampling,
+    "algorithm": AlgoSettings, "learner": LearnerSettings, "model": ModelSettings, "warm_start": WarmStartSettings,
+    "engine": EngineSettings, "environments": ProcessSettings, "reward": RewardSettings,
+    "evaluation": EvaluationSettings,
+}
+
+
+def load_recipe(path: Path, assignments: Sequence[str] = ()) -> Recipe:
+    """Read a TOML recipe, apply `a.b=c` overrides, check everything. Raises ConfigError in one line."""
+    tables = read_toml(path)
+    override(tables, assignments)
+    return from_tables(tables)
+
+
+def from_tables(tables: Mapping[str, Any]) -> Recipe:
+    """A checked recipe from plain tables. Raises ConfigError."""
+    plain = {"name": str, "seed": int, "keep_checkpoints": int}
+    known = [*plain, *_SECTIONS, "pools", "domains"]
+    values: dict[str, Any] = {}
+    for key, value in tables.items():
+        if key in plain:
+            if type(value) is not plain[key]:
+                raise ConfigError(f"{key} must be {plain[key].__name__}; got {value!r}")
+            values[key] = value
+        elif key not in known:
+            raise ConfigError(f"unknown key {key}: {nearest(key, known)}")
+        elif not isinstance(value, Mapping):
+            raise ConfigError(f"{key} must be a table [{key}]; got {value!r}")
+        elif key in _SECTIONS:
+            values[key] = build(_SECTIONS[key], value, key)
+        elif key == "pools":
+            values[key] = {name: build(PoolSettings, table, f"pools.{name}") for name, table in value.items()}
+        else:
+            values[key] = {name: _domain(name, table) for name, table in value.items()}
+    recipe = Recipe(**values)
+    _check(recipe)
+    return recipe
+
+
+def _domain(name: str, table: Any) -> DomainEntry:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"domains.{name} must be a table [domains.{name}]; got {table!r}")
+    settings = dict(table)
+    weight = settings.pop("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
+        raise ConfigError(f"domains.{name}.weight must be a number >= 0; got {weight!r}")
+    latency = settings.pop("latency", None)
+    make_domain(name, settings)
+    return DomainEntry(weight=float(weight), settings=settings,
+                       latency=None if latency is None else build(Latency, latency, f"domains.{name}.latency"))
+
+
+def _check(recipe: Recipe) -> None:
+    """What no single section can see."""
+    if not recipe.domains:
+        raise ConfigError("a recipe needs at least one task domain, for example [domains.frozen_lake]")
+    if not any(entry.weight for entry in recipe.domains.values()):
+        raise ConfigError("at least one domain needs a weight above 0; all are 0")
+    if recipe.keep_checkpoints < 1:
+        raise ConfigError(f"keep_checkpoints must be at least 1; got {recipe.keep_checkpoints}")
+    rollout, minibatches = recipe.rollout, recipe.learner.minibatches
+    if rollout.batch_groups % minibatches:
+        raise ConfigError(f"rollout.batch_groups = {rollout.batch_groups} groups cannot be split into "
+                          f"learner.minibatches = {minibatches} equal parts: {rollout.batch_groups} % {minibatches} = "
+                          f"{rollout.batch_groups % minibatches}")
+    if rollout.spare_groups and recipe.schedule.stale is StalePolicy.WAIT:
+        raise ConfigError(f"schedule.stale = wait trains every group, so rollout.spare_groups must be 0; "
+                          f"got {rollout.spare_groups}")
+    if rollout.group_size < 2 and recipe.algorithm.normalisation != "mean_ratio":
+        raise ConfigError(f"group advantages compare trajectories, so rollout.group_size must be at least 2; got "
+                          f"{rollout.group_size}")
+    if recipe.model.path and recipe.model.small != SmallModel():
+        raise ConfigError("model.path and model.small exclude each other: remove one")
+    if not recipe.pools:
+        raise ConfigError("at least one pool of engines is needed, for example [pools.default]")
+    for pool, settings in recipe.pools.items():
+        for domain in settings.domains:
+            if domain not in recipe.domains:
+                raise ConfigError(f"pools.{pool}.domains: no domain {domain}: {nearest(domain, recipe.domains)}")
+    needed = max(recipe.domain(name).settings.max_tokens for name in recipe.domains)
+    limit = rollout.context_tokens or recipe.engine.context_tokens
+    if needed >= limit:
+        raise ConfigError(f"an action of {needed} tokens does not fit a context of {limit} tokens: raise "
+                          "engine.context_tokens or lower the domain's max_tokens")
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

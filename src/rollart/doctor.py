@@ -1,0 +1,56 @@
+"""What is installed here, what works, and what would enable the rest."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+PARTS = (
+    # module, distribution, extra, what it enables
+    ("torch", "torch", "torch", "the embedded engine and learner"),
+    ("numpy", "numpy", "torch", "the embedded engine and learner"),
+    ("safetensors", "safetensors", "torch", "reading and writing checkpoints"),
+    ("transformers", "transformers", "hf", "tokenizers and chat templates of Hugging Face checkpoint folders"),
+    ("gymnasium", "gymnasium", "envs", "the frozen_lake domain"),
+)
+
+
+def check_up(console: Console) -> bool:
+    """Print the table. True if the quickstart can run here."""
+    table = Table(title="RollArt doctor", title_justify="left")
+    for heading in ("part", "state", "what it is for"):
+        table.add_column(heading)
+    table.add_row(f"Python {platform.python_version()}", _state(sys.version_info >= (3, 11), "needs 3.11 or newer"), "")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    table.add_row(f"{cores} CPU cores", _state(cores >= 2, "one core: rollout and training take turns"), "")
+    needed = True
+    for module, distribution, extra, use in PARTS:
+        try:
+            importlib.import_module(module)
+            state = f"[green]{importlib.metadata.version(distribution)}[/]"
+        except ImportError as missing:
+            needed = needed and extra == "hf"
+            state = f"[yellow]{missing}: pip install 'rollart\\[{extra}]'[/]"
+        table.add_row(module, state, use)
+    table.add_row("GPU", _gpu(), "faster engine and learner (device = auto finds it)")
+    console.print(table)
+    console.print("ready: make quickstart" if needed else "not ready: install what is missing above")
+    return needed
+
+
+def _state(good: bool, remedy: str) -> str:
+    return "[green]ok[/]" if good else f"[yellow]{remedy}[/]"
+
+
+def _gpu() -> str:
+    try:
+        import torch
+    except ImportError:
+        return "unknown without torch"
+    return f"[green]{torch.cuda.get_device_name(0)}[/]" if torch.cuda.is_available() else "none; the CPU is used"

@@ -1,0 +1,50 @@
+"""The live report over HTTP, on the loopback address only.
+
+Keeps true: nothing but the report of one run is served; each request sees the run as it is now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from rollart.core.errors import ConfigError
+from rollart.observe.report import write_report
+from rollart.observe.run_folder import RunFolder
+
+REFRESH_SECONDS = 5
+
+
+def serve_report(run: Path, port: int, ready: Callable[[str], object]) -> None:
+    """Serve until interrupted. Raises ConfigError when the port is taken or out of range."""
+    folder = RunFolder(run)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != "/":
+                self.send_error(404, "only / is here")
+                return
+            write_report(run)
+            body = folder.report.read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Refresh", str(REFRESH_SECONDS))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--serve needs a free port of this machine, {port} is not: {error}; "
+                          "name another, or 0 for any") from None
+    with server:
+        ready(f"http://127.0.0.1:{server.server_address[1]}/")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            pass
