@@ -71,10 +71,15 @@ class _Ended:
 
 @dataclass(slots=True)
 class _Group:
-    """A group until its last trajectory is settled. `restored`: members from before a crash, unseen here."""
+    """A group until it has ended and its last trajectory is settled (spares may still close when it is trained).
+
+    `restored`: members from before a crash, unseen here.
+    """
 
     restored: int = 0
     open: bool = True
+    ready: bool = False
+    slot: bool = True  # holds a slot of its own; in training its batch holds it
     training: bool = False
     running: dict[TrajectoryId, _Running] = field(default_factory=dict)
     ended: dict[TrajectoryId, _Ended] = field(default_factory=dict)
@@ -176,6 +181,8 @@ class Invariants:
 
     def _group_ready(self, at: float, event: ev.GroupReady) -> None:
         group, members = self._groups.get(event.group.id), event.group.members
+        if group is not None:
+            group.ready = True
         if group is None or not 0 < len(members) <= self.bounds.group_size:
             self._fail("I2", f"group {event.group.id} is ready with {len(members)} members, at most "
                              f"{self.bounds.group_size} are wanted" + (", and it is not open" if group is None else ""))
@@ -203,11 +210,14 @@ class Invariants:
         self._let_go(event.group, group)
 
     def _let_go(self, number: int, group: _Group) -> None:
-        """Forget a group that is over and settled; its slot is free unless its batch holds it."""
-        if not group.open and not group.ended and not group.running and group.restored <= 0:
+        """The slot of a group without good members left is free; one that has also ended is forgotten."""
+        if group.ended or group.restored > 0:
+            return
+        if group.slot and (group.ready or not group.open):
+            group.slot = False
+            self._held -= 1
+        if not group.open:
             del self._groups[number]
-            if not group.training:
-                self._held -= 1
 
     def _trajectory_started(self, at: float, event: ev.TrajectoryStarted) -> None:
         id, group = event.id, self._groups.get(event.id.group)
@@ -349,7 +359,8 @@ class Invariants:
                                  + ("in one before" if group else "not ready"))
                 continue
             group.training = True
-            self._held -= 1
+            self._held -= group.slot
+            group.slot = False
             if not self.bounds.bounded:
                 continue
             for id, ended in group.ended.items():
@@ -398,7 +409,6 @@ class Invariants:
         if event.version > self.trainer:
             self._fail("I5", f"{event.engine} loaded version {event.version}, the trainer stands at {self.trainer}")
         self._loaded[event.engine] = event.version
-        self._up[event.engine] = None
 
     def _weights_live(self, at: float, event: ev.WeightsLive) -> None:
         if event.version != self._publishing:
@@ -416,6 +426,7 @@ class Invariants:
                              "is live")
 
     def _engine_up(self, at: float, event: ev.EngineUp) -> None:
+        self._up[event.engine] = None
         self._check_serves(event.engine)
 
     def _engine_down(self, at: float, event: ev.EngineDown) -> None:

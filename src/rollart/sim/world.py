@@ -25,7 +25,6 @@ from rollart.core.changed import Changed
 from rollart.core.clock import draw, now
 from rollart.core.errors import InvariantViolated, RunError, Stalled, TrainerLost
 from rollart.core.events import BatchTaken, Event, GroupEnded, GroupReady
-from rollart.core.ports import Journal as JournalPort
 from rollart.core.types import Task
 from rollart.observe.invariants import Bounds, Invariants
 from rollart.observe.journal import Digest, Journal
@@ -144,16 +143,9 @@ class _Run:
     def _engine(self, id: str, pool: str) -> SimEngine:
         return SimEngine(id, pool, seed=self.seed, cost=self.world.costs.get(pool, EngineCost()))
 
-    def _proxy(self, engines: list[SimEngine], affinity: Mapping[str, str], changed: Changed,
-               journal: JournalPort) -> LLMProxy:
-        proxy = LLMProxy(engines, affinity, journal=journal, changed=changed)
-        for engine in engines:
-            proxy.routing.mark(engine.id, up=True)
-        return proxy
-
     def _pipeline(self) -> Pipeline:
         world, changed, journal = self.world, Changed(), self.journal
-        proxy = self._proxy(self.engines, world.affinity, changed, journal)
+        proxy = LLMProxy(self.engines, world.affinity, journal=journal, changed=changed)
         wave = Wave(changed, world.rollout.stall_seconds) if world.schedule.schedule.turn_barrier else None
         services = Services(proxy=proxy, environments=self.pool, renderer=SimRenderer(), scorer=self.scorer,
                             journal=journal, settings=world.rollout, seed=self.seed, wave=wave)
@@ -162,7 +154,7 @@ class _Run:
         evaluator = None
         if world.eval_tasks:
             self.engines.append(self._engine("eval-0", "eval"))
-            pinned = self._proxy(self.engines[-1:], {}, changed, journal)
+            pinned = LLMProxy(self.engines[-1:], {}, journal=journal, changed=changed)
             held_out = [Task(f"{domain}-held-out:{i}", domain, {}, world.max_turns, world.max_tokens)
                         for domain in world.weights for i in range(world.eval_tasks)]
             evaluator = Evaluator(Services(proxy=pinned, environments=self.pool, renderer=SimRenderer(),
