@@ -131,6 +131,7 @@ def test_tokens_are_dropped_once_a_checkpoint_holds_their_step_but_for_a_sample(
         emit(ev.Settled(ready_group(emit, step), Fate.TRAINED, "", step))
     assert rows(tmp_path, "SELECT count(*) FROM payloads") == [(40,)]
     emit(ev.CheckpointSaved(20, "checkpoints/000020", 0.1))
+    ledger.flush()
     assert 4 <= rows(tmp_path, "SELECT count(*) FROM payloads")[0][0] <= 7
     emit(ev.Settled(ready_group(emit, 20), Fate.STALE, "too old"))
     ledger.flush()

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from rollart.core.clock import now
 from rollart.core.events import Event
+from rollart.core.types import Group
 
 
 class Subscriber(Protocol):
@@ -99,6 +100,11 @@ def _sequence_text(value: Sequence[Any]) -> str:
     return f"[{','.join(map(canonical, value))}]"
 
 
+def _group_text(value: Group) -> str:
+    """Its members by id: what they hold was told when each of them ended."""
+    return f"Group({value.id},{canonical(value.task)},{value.born},{[str(member.id) for member in value.members]})"
+
+
 def _array_text(value: array[Any]) -> str:
     return f"{value.typecode}{len(value)}:{hashlib.blake2b(value, digest_size=8).hexdigest()}"
 
@@ -106,4 +112,5 @@ def _array_text(value: array[Any]) -> str:
 _WRITERS: dict[type, Callable[[Any], str]] = {
     int: repr, float: repr, str: repr, bool: repr, type(None): repr,
     tuple: _sequence_text, list: _sequence_text, dict: _mapping_text, array: _array_text,
+    Group: _group_text,
 }

@@ -46,10 +46,17 @@ from rollart.observe.payload import decode, encode, task_dict
 SCHEMA = "1"
 COMMIT_SECONDS = 0.2
 SWEEP_SECONDS = 5.0
+DROP_SECONDS = 0.004
+"""Spent per commit on freeing payloads that are no longer needed."""
 EVAL_SAMPLES = 12
 """Evaluation trajectories kept whole per domain, for the report."""
 FIRST_SAMPLES = 4
 """Trained trajectories of the first steps, one a step, kept whole for the report."""
+
+
+_RECORDED = frozenset({
+    RunStarted, RunEnded, GroupOpened, GroupReady, GroupEnded, TrajectoryStarted, TrajectoryEnded, Settled, StepEnded,
+    CheckpointSaved, EvalStarted, EvalTrajectory, EvalEnded})
 
 
 class Ledger:
@@ -97,6 +104,7 @@ class Ledger:
                 "SELECT grp, member, domain, outcome IS NOT NULL, coalesce(sampled, 0) FROM trajectories "
                 "WHERE fate = 'in_flight' ORDER BY 1, 2"):
             accounts.in_flight[TrajectoryId(group, member)] = Flight(domain, bool(ended), sampled)
+        self._droppable: list[tuple[int, int]] = []
         self._first_kept = self._db.execute("SELECT count(*) FROM payloads WHERE keep = 1").fetchone()[0]
         self._evicted = True  # there may be some: look at the next task source state
         self._eval_kept = Counter[str]()
@@ -108,12 +116,16 @@ class Ledger:
 
     def on(self, at: float, event: Event) -> None:
         self.accounts.on(at, event)
-        with self._errors():
-            if self._write(event):
-                self.flush()
+        if type(event) in _RECORDED:
+            with self._errors():
+                barrier = self._write(event)
+        else:
+            barrier = False
+        if barrier or time.monotonic() - self._committed >= self._commit_seconds:
+            self.flush()
 
     def _write(self, event: Event) -> bool:
-        """Put one event into the open transaction; true if it should be committed now."""
+        """Put one event into the open transaction; true if it is to be committed at once."""
         match event:
             case TrajectoryStarted(id=id, domain=domain):
                 self._do("INSERT INTO trajectories (grp, member, domain, started_at) VALUES (?, ?, ?, ?)",
@@ -154,7 +166,7 @@ class Ledger:
                 return True
             case StepEnded():
                 return True
-        return time.monotonic() - self._committed >= self._commit_seconds
+        return False
 
     def _source(self, state: Mapping[str, Any]) -> None:
         """The newest task source state: it has the tasks of the groups that were evicted before."""
@@ -205,7 +217,14 @@ class Ledger:
         self._do("UPDATE payloads SET keep = 0 WHERE keep = 2")
         self._do(f"UPDATE payloads SET keep = 2 WHERE (grp, member) IN (SELECT g, m FROM "
                  f"(SELECT max(grp) g, member m, t.domain {done} AND t.fate = 'trained' GROUP BY t.domain))", version)
-        self._do(f"DELETE FROM payloads WHERE keep = 0 AND (grp, member) IN (SELECT grp, member {done})", version)
+        self._droppable = self._db.execute(f"SELECT grp, member {done} AND keep = 0", (version,)).fetchall()
+
+    def _drop_some(self, seconds: float) -> None:
+        """Freeing a large payload takes a while, so it is done a little at each commit."""
+        until = time.monotonic() + seconds
+        while self._droppable and time.monotonic() < until:
+            self._many("DELETE FROM payloads WHERE grp = ? AND member = ? AND keep = 0", self._droppable[-8:])
+            del self._droppable[-8:]
 
     def _evaluation(self, event: EvalStarted | EvalTrajectory | EvalEnded) -> None:
         key = event.version, event.number
@@ -250,7 +269,7 @@ class Ledger:
             self._do(f"UPDATE trajectories SET fate = 'cancelled', reason = 'crash', ended_at = coalesce(ended_at, ?) "
                      f"WHERE fate = 'in_flight' AND (outcome IS NULL OR NOT {has} OR {ended})", self._clock())
             self._do("DELETE FROM payloads WHERE keep = 0 AND (grp, member) IN (SELECT grp, member FROM trajectories "
-                     "WHERE fate NOT IN ('in_flight', 'trained', 'filtered'))")
+                     "WHERE fate != 'in_flight')")
             self._do("DELETE FROM evaluations WHERE version > ?", version)
             self._do("DELETE FROM eval_trajectories WHERE version > ?", version)
             self._do("UPDATE groups SET state = 'open' WHERE state IN ('ready', 'evicted') AND (NOT EXISTS (SELECT 1 "
@@ -287,6 +306,7 @@ class Ledger:
     def flush(self) -> None:
         """Commit now: a crash after this loses nothing of before."""
         with self._errors():
+            self._drop_some(DROP_SECONDS)
             if self._db.in_transaction:
                 self._db.execute("COMMIT")
             self._committed = time.monotonic()
@@ -296,6 +316,8 @@ class Ledger:
                 self._sweeper.start()
 
     def close(self) -> None:
+        with self._errors():
+            self._drop_some(30.0)
         self.flush()
         if self._sweeper:
             self._sweeper.join(30.0)

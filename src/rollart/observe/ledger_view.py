@@ -1,0 +1,99 @@
+"""Reading a ledger: what status, summary and report ask of run.db. Works while the run writes and after a crash.
+
+Keeps true: nothing here writes. A folder without run.db, or with one that has just begun, gives empty answers.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rollart.core.types import Fate, Trajectory
+from rollart.observe.accounts import counted
+from rollart.observe.payload import decode
+
+
+class LedgerView:
+    """Close it, or use `with`."""
+
+    def __init__(self, path: str | Path) -> None:
+        found = Path(path).exists()
+        self._db = sqlite3.connect(f"{Path(path).resolve().as_uri()}?mode=ro" if found else ":memory:", uri=True,
+                                   timeout=5.0)
+        tables = self._db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'eval_trajectories'").fetchone()
+        self.empty = not tables[0]
+
+    def __enter__(self) -> LedgerView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._db.close()
+
+    def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        return [] if self.empty else self._db.execute(query, values).fetchall()
+
+    def meta(self, key: str) -> Any:
+        """A note of the ledger (`started_at`, `ended`, `steps`, `checkpoint`), or None."""
+        rows = self._rows("SELECT value FROM meta WHERE key = ?", key)
+        return json.loads(rows[0][0]) if rows else None
+
+    def by_domain(self) -> dict[str, dict[str, int]]:
+        """{domain: {dispatched, trained, filtered, stale, failed, cancelled, in_flight}}."""
+        fates: dict[str, Counter[Fate]] = {}
+        for domain, fate, n in self._rows("SELECT domain, fate, count(*) FROM trajectories GROUP BY 1, 2 ORDER BY 1"):
+            fates.setdefault(domain, Counter())[Fate(fate)] = n
+        return {domain: counted(counts, counts[Fate.IN_FLIGHT]) for domain, counts in fates.items()}
+
+    def counts(self) -> dict[str, int]:
+        """The same over all domains."""
+        total: Counter[str] = Counter()
+        for numbers in self.by_domain().values():
+            total.update(numbers)
+        return {name: total[name] for name in counted(Counter(), 0)}
+
+    def tokens(self) -> dict[str, int]:
+        """Sampled tokens of ended trajectories by fate."""
+        return dict(self._rows("SELECT fate, coalesce(sum(sampled), 0) FROM trajectories GROUP BY 1"))
+
+    def reasons(self) -> list[tuple[str, str, int]]:
+        """(fate, reason, trajectories) of what was not trained, the most frequent first."""
+        return [(fate, reason, n) for fate, reason, n in self._rows(
+            "SELECT fate, reason, count(*) FROM trajectories WHERE fate NOT IN ('trained', 'in_flight') "
+            "GROUP BY 1, 2 ORDER BY 3 DESC LIMIT 500")]
+
+    def stage_seconds(self) -> dict[str, dict[str, float]]:
+        """{domain: {stage: mean seconds}} of the trajectories that ended by themselves."""
+        out: dict[str, dict[str, float]] = {}
+        for domain, stage, seconds in self._rows(
+                "SELECT domain, key, avg(value) FROM trajectories, json_each(trajectories.seconds) "
+                "WHERE outcome IN ('finished', 'truncated') GROUP BY 1, 2 ORDER BY 1"):
+            out.setdefault(domain, {})[stage] = seconds
+        return out
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """All results, oldest first: {version, number, domain, tasks, success, reward, failed}."""
+        names = ("version", "number", "domain", "tasks", "success", "reward", "failed")
+        return [dict(zip(names, row, strict=True)) for row in self._rows(
+            f"SELECT {', '.join(names)} FROM evaluations ORDER BY version, number, domain")]
+
+    def samples(self, domain: str, limit: int) -> list[tuple[Trajectory, int, Trajectory, int]]:
+        """(before, its version, after, its version): the same held-out task in the first and the last evaluation.
+
+        Those that were not solved before and are now come first, then those that changed otherwise.
+        """
+        rows = self._rows(
+            "SELECT a.body, a.version, b.body, b.version FROM eval_trajectories a JOIN eval_trajectories b "
+            "USING (domain, task) WHERE domain = ? AND a.body IS NOT NULL AND b.body IS NOT NULL "
+            "AND (a.version, a.number) < (b.version, b.number) "
+            "ORDER BY coalesce(b.success, 0) - coalesce(a.success, 0) DESC, a.member LIMIT ?", domain, limit)
+        return [(decode(before), v, decode(after), w) for before, v, after, w in rows]
+
+    def trained_samples(self, domain: str) -> list[tuple[Trajectory, int]]:
+        """(trajectory, the version that its step made) of the oldest and the newest kept training trajectory."""
+        rows = self._rows(
+            "SELECT body, step + 1 FROM payloads JOIN trajectories t USING (grp, member) "
+            "WHERE t.domain = ? AND fate = 'trained' ORDER BY step, grp", domain)
+        return [(decode(body), version) for body, version in ([rows[0], rows[-1]] if len(rows) > 1 else rows)]

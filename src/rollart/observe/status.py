@@ -1,0 +1,147 @@
+"""status.json, written about once a second while the run lives, and `rollart status`, which reads it at any time.
+
+Keeps true: the file is whole at any instant; what is shown says whether the run lives, has ended or was killed (from
+the folder's lock, not from the file). Waits: for the next second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rollart.observe.ledger_view import LedgerView
+from rollart.observe.metrics import read_metrics
+from rollart.observe.run_folder import RunFolder, atomic_write
+
+
+class StatusWriter:
+    """`snapshot` gives what the run knows of itself, as JSON: any of the sections below, and others.
+
+        versions  {trainer, live, steps}                  slots    {open, ready, training, free}
+        waits     [{who, what, seconds}]                  rates    {name: number}
+        in_flight [{id, task, stage, stage_seconds, age_seconds, turns}], the oldest first
+        engines   [{id, pool, version, running, ...}]
+    """
+
+    def __init__(self, path: str | Path, snapshot: Callable[[], Mapping[str, Any]], *, seconds: float = 1.0) -> None:
+        if not seconds > 0:
+            raise ValueError(f"status seconds must be > 0, got {seconds}")
+        self._path, self._snapshot, self._seconds = RunFolder(path).status, snapshot, seconds
+
+    def write(self) -> None:
+        status = {"pid": os.getpid(), "at": time.time(), **self._snapshot()}
+        atomic_write(self._path, json.dumps(status, default=str), durable=False)
+
+    async def run(self) -> None:
+        """Write until cancelled, and once more then."""
+        try:
+            while True:
+                self.write()
+                await asyncio.sleep(self._seconds)
+        finally:
+            self.write()
+
+
+def run_state(run_path: str | Path) -> str:
+    """One line: `running (process N)`, `finished`, `interrupted`, `failed: ...`, `killed ...` or `no run here`."""
+    folder = RunFolder(run_path)
+    if not folder.exists():
+        return "no run here"
+    if (pid := folder.holder()) is not None:
+        return f"running (process {pid})"
+    with LedgerView(folder.database) as ledger:
+        ended, started = ledger.meta("ended"), ledger.meta("started_at")
+    if ended:
+        return str(ended["reason"])
+    if started is None:
+        return f"stopped before its first step; continue it with --resume {run_path}"
+    return f"killed (it did not end by itself); continue it with --resume {run_path}"
+
+
+def read_status(run_path: str | Path) -> dict[str, Any]:
+    """The newest status.json, or {} if none was written."""
+    try:
+        status: dict[str, Any] = json.loads(RunFolder(run_path).status.read_text())
+    except FileNotFoundError:
+        return {}
+    return status
+
+
+def render_status(run_path: str | Path) -> RenderableType:
+    """What `rollart status RUN` prints: state, ledger, success per domain, and the newest status of a live run."""
+    folder, state = RunFolder(run_path), run_state(run_path)
+    status = read_status(run_path)
+    colour = "green" if state.startswith(("running", "finished")) else "yellow"
+    head = Text.assemble((f"{folder.path}  ", "bold"), (state, colour))
+    if status and state.startswith("running"):
+        head.append(f"  {max(0.0, time.time() - status['at']):.0f} s ago", "dim")
+    parts: list[RenderableType] = [head, *_progress(folder)]
+    with LedgerView(folder.database) as ledger:
+        if by_domain := ledger.by_domain():
+            parts.append(ledger_table(by_domain, ledger.counts()))
+    shown = {key: value for key, value in status.items() if key not in ("pid", "at") and value}
+    if state.startswith("running"):
+        parts += [_section(name, value) for name, value in shown.items()]
+    elif oldest := shown.get("in_flight"):
+        parts.append(_section("in flight when it was last seen", oldest[:5]))
+    return Group(*parts)
+
+
+def _progress(folder: RunFolder) -> list[RenderableType]:
+    lines = read_metrics(folder.metrics)
+    steps = [line for line in lines if line["kind"] == "step"]
+    if not steps:
+        return [Text("no step has ended yet", "dim")]
+    last, of = steps[-1], [line["steps"] for line in lines if line["kind"] == "start"]
+    text = f"step {last['version']}" + (f" of {of[-1]}" if of else "")
+    text += (f", {last['wall_seconds']:.0f} s, last step {last['seconds']:.1f} s after {last['waited']:.1f} s of "
+             f"waiting, staleness at most {last['staleness']['max']}")
+    recent = Table(title="success", title_justify="left")
+    for name in ("domain", "last steps", "held out", "at version"):
+        recent.add_column(name, justify="left" if name == "domain" else "right")
+    evaluations = [line for line in lines if line["kind"] == "evaluation"]
+    for domain in sorted({d for line in steps for d in line["successes"]}):
+        seen = [line["successes"][domain] for line in steps if domain in line["successes"]][-10:]
+        held = [(e["domains"][domain]["success"], e["version"]) for e in evaluations if domain in e["domains"]]
+        recent.add_row(domain, f"{sum(seen) / len(seen):.2f}", *(
+            (f"{held[-1][0]:.2f}", str(held[-1][1])) if held else ("-", "-")))
+    return [Text(text), recent]
+
+
+def ledger_table(by_domain: Mapping[str, Mapping[str, int]], counts: Mapping[str, int]) -> Table:
+    """Trajectories by domain and fate, with their sum."""
+    table = Table(title="trajectories", title_justify="left", show_footer=len(by_domain) > 1)
+    table.add_column("domain", footer="all")
+    for name, n in counts.items():
+        table.add_column(name.replace("_", " "), justify="right", footer=f"{n:,}")
+    for domain, numbers in by_domain.items():
+        table.add_row(domain, *(f"{numbers[name]:,}" for name in counts))
+    return table
+
+
+def _section(name: str, value: Any) -> RenderableType:
+    """Any part of a snapshot: mappings as one line, lists of mappings as a table, else as text."""
+    if isinstance(value, Mapping):
+        return Text(f"{name}: " + ", ".join(f"{key} {_short(item)}" for key, item in value.items()))
+    if isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(row, Mapping) for row in value):
+        table = Table(title=name.replace("_", " "), title_justify="left")
+        columns = list(dict.fromkeys(key for row in value for key in row))
+        for column in columns:
+            table.add_column(column.replace("_", " "))
+        for row in value[:20]:
+            table.add_row(*(Text(_short(row.get(column, ""))) for column in columns))
+        return table
+    return Text(f"{name}: {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

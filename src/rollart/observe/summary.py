@@ -1,0 +1,60 @@
+"""summary.json: the figures of the whole run, from what is on disk, so that a resume or a crash changes nothing.
+
+Keeps true: every figure is of the run, not of the last process. A run that has just begun gives zeros and nulls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rollart.observe.ledger_view import LedgerView
+from rollart.observe.metrics import WASTED, read_metrics
+from rollart.observe.run_folder import RunFolder, atomic_write
+
+
+def summarise(run_path: str | Path) -> dict[str, Any]:
+    """The figures: see the keys below. Times in seconds, staleness in versions, success 0 to 1, null: not known."""
+    folder = RunFolder(run_path)
+    lines = read_metrics(folder.metrics)
+    steps = [line for line in lines if line["kind"] == "step"]
+    starts = [line for line in lines if line["kind"] == "start"]
+    with LedgerView(folder.database) as ledger:
+        by_domain, counts, tokens = ledger.by_domain(), ledger.counts(), ledger.tokens()
+        evaluations = ledger.evaluations()
+    wall = max((line["wall_seconds"] for line in lines), default=0.0)
+    idle = max((line.get("idle_seconds", 0.0) for line in lines), default=0.0)
+    stale = Counter[int]()
+    for step in steps:
+        stale.update({int(age): n for age, n in step["staleness"]["histogram"].items()})
+    domains = {}
+    for name in sorted({*by_domain, *(result["domain"] for result in evaluations)}):
+        mine = [result for result in evaluations if result["domain"] == name]
+        numbers = by_domain.get(name, {"dispatched": 0, "trained": 0})
+        domains[name] = {"eval_before": mine[0]["success"] if mine else None,
+                         "eval_after": mine[-1]["success"] if len(mine) > 1 else None,
+                         "eval_tasks": mine[-1]["tasks"] if mine else 0,
+                         "dispatched": numbers["dispatched"], "trained": numbers["trained"]}
+    return {
+        "steps": steps[-1]["version"] if steps else 0,
+        "wall_seconds": wall,
+        "domains": domains,
+        "staleness": {"bound": starts[-1]["staleness_bound"] if starts else None, "max": max(stale, default=0),
+                      "mean": sum(age * n for age, n in stale.items()) / stale.total() if stale else 0.0,
+                      "histogram": {str(age): stale[age] for age in sorted(stale)}},
+        "ledger": counts,
+        "trainer_idle_fraction": idle / wall if wall else 0.0,
+        "tokens": {"generated": sum(tokens.values()), "trained": tokens.get("trained", 0),
+                   "wasted": sum(tokens.get(fate, 0) for fate in WASTED),
+                   "wasted_by_fate": {fate: tokens.get(fate, 0) for fate in WASTED}},
+        "logprob_gap_step0": steps[0]["metrics"].get("logprob_gap") if steps else None,
+    }
+
+
+def write_summary(run_path: str | Path) -> dict[str, Any]:
+    """Write summary.json and return it."""
+    summary = summarise(run_path)
+    atomic_write(RunFolder(run_path).summary, json.dumps(summary, indent=2) + "\n")
+    return summary

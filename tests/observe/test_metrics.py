@@ -1,0 +1,127 @@
+import json
+
+import pytest
+from histories import World, evaluation, make_task, make_trajectory
+
+from rollart.core import events as ev
+from rollart.core.types import Fate, StepReport, TrajectoryId
+from rollart.observe.journal import Journal
+from rollart.observe.ledger import Ledger
+from rollart.observe.metrics import Metrics, read_metrics
+from rollart.observe.run_folder import RunFolder
+from rollart.observe.summary import summarise, write_summary
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path)
+
+
+class Run:
+    """Ledger and metrics of one process in a folder."""
+
+    def __init__(self, path, version=0):
+        self.path, self.clock = path, Clock()
+        self.ledger = Ledger(path / "run.db")
+        self.restored = self.ledger.recover(version) if version else None
+        self.metrics = Metrics(path / "metrics.jsonl", self.ledger.accounts, staleness_bound=1)
+        self.emit = Journal([self.ledger, self.metrics], clock=self.clock).emit
+
+    def trajectory(self, group, member, fate, tokens=6):
+        id, task = TrajectoryId(group, member), make_task(group)
+        self.emit(ev.TrajectoryStarted(id, task.domain))
+        self.emit(ev.TrajectoryEnded(make_trajectory(id, task, tokens=tokens), Fate.IN_FLIGHT))
+        if fate is not Fate.IN_FLIGHT:
+            self.emit(ev.Settled((id,), fate, "because 7", 0 if fate in (Fate.TRAINED, Fate.FILTERED) else None))
+
+    def step(self, version, waited=1.0, seconds=4.0, staleness=(0, 1)):
+        self.clock.now += waited + seconds
+        self.emit(ev.BatchTaken(version - 1, (version,), staleness, waited))
+        self.emit(ev.StepEnded(version, StepReport(version, seconds, 100, {"logprob_gap": version / 100})))
+
+
+def test_a_step_line_tells_waiting_staleness_and_tokens_by_fate(run):
+    run.emit(ev.RunStarted(0, 10, False))
+    for member, fate in enumerate([Fate.TRAINED, Fate.STALE, Fate.FILTERED, Fate.IN_FLIGHT]):
+        run.trajectory(0, member, fate, tokens=10 ** member)
+    run.emit(ev.WeightsPublished(None, 0.25))
+    run.emit(ev.WeightsLive(1, 0.5, 2))
+    run.step(1, waited=1.0, seconds=3.0, staleness=(0, 1, 1, 0))
+    line = read_metrics(run.path / "metrics.jsonl")[-1]
+    assert (line["version"], line["wall_seconds"], line["idle_seconds"], line["waited"]) == (1, 4.0, 1.0, 1.0)
+    assert line["staleness"] == {"mean": 0.5, "max": 1, "histogram": {"0": 2, "1": 2}}
+    assert line["totals"]["generated"] == 2 * 1111
+    assert line["totals"]["trained"] == 2
+    assert line["totals"]["wasted"] == {"filtered": 200, "stale": 20}
+    assert line["share"] == {"dispatched": {"frozen_lake": 1.0}, "trained": {"frozen_lake": 1.0}}
+    assert line["weights"] == {"publish_seconds": 0.25, "live_seconds": 0.5}
+    assert line["stages"]["frozen_lake"]["generate"] == 0.8
+    assert run.metrics.trainer_idle_fraction == 0.25
+
+
+def test_after_a_resume_lost_steps_are_gone_and_time_goes_on(run):
+    run.emit(ev.RunStarted(0, 10, False))
+    for version in (1, 2, 3):
+        run.step(version)
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "vers')
+    run.ledger.close()
+    again = Run(run.path, version=2)
+    again.emit(ev.RunStarted(2, 10, True))
+    again.step(3)
+    lines = read_metrics(run.path / "metrics.jsonl")
+    assert [(line["kind"], line["version"]) for line in lines] == [
+        ("start", 0), ("step", 1), ("step", 2), ("start", 2), ("step", 3)]
+    assert [line["wall_seconds"] for line in lines] == [0.0, 5.0, 10.0, 15.0, 20.0]
+    assert again.metrics.trainer_idle_fraction == pytest.approx(4 / 20)
+
+
+def test_the_summary_is_of_the_whole_run_right_after_a_resume(run):
+    run.emit(ev.RunStarted(0, 10, False))
+    for event in evaluation(0, 0, {"guess": [False, True], "calculator": [False, False]}):
+        run.emit(event)
+    run.trajectory(0, 0, Fate.TRAINED)
+    run.trajectory(0, 1, Fate.STALE)
+    run.step(1, staleness=(0, 2))
+    for event in evaluation(1, 1, {"guess": [True, True], "calculator": [False, True]}):
+        run.emit(event)
+    run.ledger.flush()
+    run.ledger.close()
+    Run(run.path, version=1).ledger.close()
+    summary = write_summary(run.path)
+    assert json.loads(RunFolder(run.path).summary.read_text()) == summary
+    assert summary["domains"]["guess"] == {"eval_before": 0.5, "eval_after": 1.0, "eval_tasks": 2, "dispatched": 0,
+                                           "trained": 0}
+    assert summary["domains"]["frozen_lake"]["trained"] == 1
+    assert summary["steps"] == 1
+    assert summary["staleness"] == {"bound": 1, "max": 2, "mean": 1.0, "histogram": {"0": 1, "2": 1}}
+    assert summary["tokens"]["generated"] == 24
+    assert (summary["tokens"]["trained"], summary["tokens"]["wasted"]) == (12, 12)
+    assert summary["logprob_gap_step0"] == 0.01
+    assert summary["trainer_idle_fraction"] == 0.2
+
+
+def test_a_run_that_has_just_begun_has_a_summary(tmp_path):
+    summary = summarise(tmp_path)
+    assert (summary["steps"], summary["domains"], summary["logprob_gap_step0"]) == (0, {}, None)
+    assert summary["ledger"]["dispatched"] == 0
+
+
+def test_lines_agree_with_the_ledger_over_a_random_history(run):
+    world = World(3, run.emit)
+    run.emit(ev.RunStarted(0, 50, False))
+    for _ in range(800):
+        world.act()
+    last = [line for line in read_metrics(run.path / "metrics.jsonl") if line["kind"] == "step"][-1]
+    assert last["version"] == world.version > 5
+    counts = last["totals"]["counts"]
+    assert counts["dispatched"] == sum(counts.values()) - counts["dispatched"]
+    assert last["failures"] == {"environment N hung": counts["failed"]} or counts["failed"] > last["failures"][
+        "environment N hung"]

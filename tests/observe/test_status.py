@@ -1,0 +1,75 @@
+import asyncio
+import io
+import json
+
+from histories import World
+from rich.console import Console
+
+from rollart.core import events as ev
+from rollart.observe.journal import Journal
+from rollart.observe.ledger import Ledger
+from rollart.observe.metrics import Metrics
+from rollart.observe.run_folder import RunFolder
+from rollart.observe.status import StatusWriter, render_status, run_state
+
+
+def shown(path) -> str:
+    console = Console(file=io.StringIO(), width=150)
+    console.print(render_status(path))
+    return console.file.getvalue()
+
+
+def begin(path, acts=400):
+    folder = RunFolder(path).create({"seed": 1})
+    ledger = Ledger(folder.database)
+    metrics = Metrics(folder.metrics, ledger.accounts, staleness_bound=1)
+    emit = Journal([ledger, metrics], clock=lambda: 0.0).emit
+    emit(ev.RunStarted(0, 20, False))
+    world = World(1, emit)
+    for _ in range(acts):
+        world.act()
+    ledger.flush()
+    return folder, ledger, emit
+
+
+def test_it_tells_running_ended_and_killed_apart(tmp_path):
+    assert run_state(tmp_path / "none") == "no run here"
+    folder, ledger, emit = begin(tmp_path / "run")
+    assert run_state(folder.path).startswith("running (process")
+    folder.close()
+    assert run_state(folder.path).startswith("killed")
+    emit(ev.RunEnded(20, "finished"))
+    ledger.close()
+    assert run_state(folder.path) == "finished"
+
+
+def test_a_live_run_shows_ledger_success_waits_and_oldest_in_flight(tmp_path):
+    folder, ledger, _ = begin(tmp_path / "run")
+    StatusWriter(folder.path, lambda: {
+        "versions": {"trainer": 3, "live": 2}, "waits": [{"who": "train", "what": "a full batch", "seconds": 2.5}],
+        "in_flight": [{"id": "g1.2", "stage": "open [slow]", "age_seconds": 31.0}], "rates": {}}).write()
+    text = shown(folder.path)
+    for piece in ("running", "of 20", f"{ledger.counts()['dispatched']}", "guess", "a full batch", "open [slow]"):
+        assert piece in text
+    folder.close()
+    assert "when it was last seen" in shown(folder.path)
+    assert "killed" in shown(folder.path)
+
+
+def test_it_shows_a_run_without_any_step(tmp_path):
+    RunFolder(tmp_path / "run").create({}).close()
+    assert "no step has ended yet" in shown(tmp_path / "run")
+    assert "no run here" in shown(tmp_path / "none")
+
+
+def test_the_writer_writes_whole_files_until_it_is_cancelled(tmp_path):
+    numbers = iter(range(1000))
+
+    async def run():
+        writing = asyncio.create_task(StatusWriter(tmp_path, lambda: {"n": next(numbers)}, seconds=0.01).run())
+        await asyncio.sleep(0.1)
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+
+    asyncio.run(run())
+    assert 2 < json.loads((tmp_path / "status.json").read_text())["n"] == next(numbers) - 1
