@@ -88,7 +88,7 @@ class Domain(ABC):
     Settings: ClassVar[type[DomainSettings]] = DomainSettings
 
     def __init__(self, settings: Any = None) -> None:
-        self.settings = self.Settings() if settings is None else settings
+        self.settings: Any = self.Settings() if settings is None else settings
 
     @abstractmethod
     def problem(self, rng: random.Random) -> dict[str, Any]:

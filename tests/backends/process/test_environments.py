@@ -293,3 +293,21 @@ def test_settings_out_of_range_are_refused():
         ProcessSettings(max_processes=0)
     with pytest.raises(ValueError, match="open_retries must be at least 0; got -1"):
         ProcessSettings(open_retries=-1)
+
+
+def test_a_burst_of_openings_beyond_the_socket_buffer_is_served():
+    async def story(pool):
+        await (await pool.open(trouble_task())).close()
+        os.kill(pool._workers._server.pid, signal.SIGSTOP)
+        opening = [asyncio.create_task(pool.open(trouble_task(f"t{i}"))) for i in range(300)]
+        await asyncio.sleep(0.3)
+        for task in opening[20:]:
+            task.cancel()
+        await asyncio.sleep(0.1)
+        os.kill(pool._workers._server.pid, signal.SIGCONT)
+        for environment in await asyncio.gather(*opening[:20]):
+            assert text(await environment.step(Action("x"))) == "x"
+            await environment.close()
+        assert pool.stats().failed == 0
+
+    run(story, max_processes=300)

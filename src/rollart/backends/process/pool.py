@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,6 +86,7 @@ class WorkerPool:
         self._numbers = 0
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._orders: deque[tuple[bytes, socket.socket | None]] = deque()  # to the fork server; one per live worker
         self._reports = b""
         self._closed = False
         self.killed = 0
@@ -172,8 +174,7 @@ class WorkerPool:
             raise
         worker = Worker(number, reader, writer, self._message_bytes)
         self._workers[number] = worker
-        with theirs:
-            self._send(wire.SPAWN, number, theirs)
+        self._send(wire.SPAWN, number, theirs)
         return worker
 
     def _start_server(self) -> None:
@@ -189,16 +190,35 @@ class WorkerPool:
         asyncio.get_running_loop().add_reader(self._control, self._read_reports)
 
     def _send(self, kind: bytes, number: int, connection: socket.socket | None = None) -> None:
-        fds = [] if connection is None else [connection.fileno()]
+        """Order a spawn, whose `connection` is closed here once the fork server has it, or a kill."""
+        self._orders.append((wire.CONTROL.pack(kind, number), connection))
+        self._flush()
+
+    def _flush(self) -> None:
+        control, loop = self._control, asyncio.get_running_loop()
+        if control is None:  # it went while a worker was being connected
+            self._server_gone()
+            return
         try:
-            socket.send_fds(self._control, [wire.CONTROL.pack(kind, number)], fds)
-        except (ConnectionError, BlockingIOError):
-            self._server_gone()  # its workers die with it
+            while self._orders:
+                record, connection = self._orders[0]
+                socket.send_fds(control, [record], [] if connection is None else [connection.fileno()])
+                self._orders.popleft()
+                if connection is not None:
+                    connection.close()
+        except BlockingIOError:  # a burst: the rest follows when there is room
+            loop.add_writer(control, self._flush)
+        except ConnectionError:
+            self._server_gone()
+        else:
+            loop.remove_writer(control)
 
     def _read_reports(self) -> None:
         """How workers ended, one JSON line each: [number, text]."""
         try:
             data = self._control.recv(65536)
+        except BlockingIOError:
+            return
         except ConnectionError:
             data = b""
         if not data:
@@ -222,6 +242,11 @@ class WorkerPool:
         control, self._control, self._server, self._reports = self._control, None, None, b""
         if control is not None:
             asyncio.get_running_loop().remove_reader(control)
+            asyncio.get_running_loop().remove_writer(control)
             control.close()
+        for _, connection in self._orders:
+            if connection is not None:
+                connection.close()
+        self._orders.clear()
         for number in list(self._workers):
             self._ended(number, "ended with its fork server")

@@ -53,7 +53,7 @@ class _Desk:
 
     def __init__(self, domains: Mapping[str, Domain], rewards: Mapping[str, Callable[[Trajectory], Score]]) -> None:
         self._domains, self._rewards = domains, rewards
-        self._episode: Episode | None = None
+        self._episode: Episode
 
     def open(self, task: Task) -> list[Any]:
         _seed_globals(task)
@@ -64,8 +64,8 @@ class _Desk:
         return wire.pack_observation(self._episode.step(Action(text, truncated)))
 
     def close(self) -> None:
-        episode, self._episode = self._episode, None
-        episode.close()
+        self._episode.close()
+        del self._episode
 
     def score(self, trajectory: Trajectory) -> list[Any]:
         return wire.pack_score(self._rewards[trajectory.task.domain](trajectory))
