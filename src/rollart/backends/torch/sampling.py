@@ -63,7 +63,7 @@ def sample(logits: Tensor, rows: Rows, uniforms: Tensor) -> tuple[Tensor, Tensor
 
 def _filtered(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """-inf for all but the top_k most likely tokens, and of those all but the fewest that reach top_p."""
-    ordered, order = logits.sort(-1, descending=True, stable=True)
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
     before = ordered.softmax(-1).cumsum(-1).roll(1, -1)

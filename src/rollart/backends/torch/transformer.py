@@ -331,12 +331,15 @@ class SmallModel:
 def small_model(settings: SmallModel, seed: int) -> Transformer:
     """A fresh model, float32 on the CPU: normal weights of deviation 0.02, residual projections / sqrt(2 * layers)
     (Radford et al. 2019), norms 1. The same for the same seed; the global random state is left alone."""
-    model = Transformer(settings.config)
+    with torch.device("meta"):
+        model = Transformer(settings.config)
+    model = model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                continue  # norms stay 1; a small model has no biases
+            if parameter.dim() == 1:  # norms; a small model has no biases
+                parameter.fill_(1.0)
+                continue
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             parameter.normal_(0.0, 0.02 / math.sqrt(2 * settings.layers) if residual else 0.02, generator=generator)
     return model
