@@ -89,7 +89,7 @@ class _Group:
 
 
 class Invariants:
-    """A journal subscriber. `strict`: raise InvariantViolated at once; otherwise collect into `violations`."""
+    """A journal subscriber. The first `keep` violations are in `violations`; `strict`: raise InvariantViolated too."""
 
     def __init__(self, bounds: Bounds, *, strict: bool = True, keep: int = 100) -> None:
         self.bounds, self.strict, self._keep = bounds, strict, keep
@@ -132,21 +132,22 @@ class Invariants:
         """The run has ended and nothing will be resumed: every trajectory must have its fate."""
         for number, group in self._groups.items():
             for id in (*group.running, *group.ended):
-                self._fail("I2", f"{id} was dispatched and has no fate at the end")
+                self.fail("I2", f"{id} was dispatched and has no fate at the end")
             if group.open:
-                self._fail("I2", f"group {number} was opened and never ended")
+                self.fail("I2", f"group {number} was opened and never ended")
         for id, running in self._evals.items():
             if running.opened:
-                self._fail("I3", f"the environment of {id} is still open at the end")
+                self.fail("I3", f"the environment of {id} is still open at the end")
         if sum(self.tokens.values()) != self.sampled:
-            self._fail("I8", f"{self.sampled} tokens were sampled, {sum(self.tokens.values())} were given a fate")
+            self.fail("I8", f"{self.sampled} tokens were sampled, {sum(self.tokens.values())} were given a fate")
         self._check_waste(0)
 
-    def _fail(self, name: str, what: str) -> None:
-        if self.strict:
-            raise InvariantViolated(f"{name}: {what}")
+    def fail(self, name: str, what: str) -> None:
+        """Invariant `name` is broken. The first failure is the one to tell: what follows from it repeats it."""
         if len(self.violations) < self._keep:
             self.violations.append(f"{name}: {what}")
+        if self.strict:
+            raise InvariantViolated(self.violations[0])
 
     # -- groups and trajectories ----------------------------------------------------------------------------------
 
@@ -156,27 +157,27 @@ class Invariants:
     def _run_ended(self, at: float, event: ev.RunEnded) -> None:
         for number, group in self._groups.items():
             for id in group.running:
-                self._fail("I3", f"{id} still runs for group {number} when the run ends")
+                self.fail("I3", f"{id} still runs for group {number} when the run ends")
 
     def _group(self, id: TrajectoryId, what: str) -> _Group | None:
         group = self._groups.get(id.group)
         if group is None or not group.open:
-            self._fail("I3", f"{what} of {id}, whose group is not open")
+            self.fail("I3", f"{what} of {id}, whose group is not open")
             return None
         if group.owed:
             group.owed = False
-            self._fail("I7", f"a failed member of group {id.group} was not replaced although replacements are left")
+            self.fail("I7", f"a failed member of group {id.group} was not replaced although replacements are left")
         return group
 
     def _group_opened(self, at: float, event: ev.GroupOpened) -> None:
         self._restoring = False
         if event.group in self._groups:
-            self._fail("I2", f"group {event.group} was opened twice")
+            self.fail("I2", f"group {event.group} was opened twice")
         self._groups[event.group] = _Group(restored=event.restored)
         self._held += 1
         used = self._held + sum(self._training.values())
         if used > self.bounds.slots:
-            self._fail("I4", f"{self._held} groups open or ready + {used - self._held} in training exceed "
+            self.fail("I4", f"{self._held} groups open or ready + {used - self._held} in training exceed "
                              f"{self.bounds.slots} slots")
 
     def _group_ready(self, at: float, event: ev.GroupReady) -> None:
@@ -184,12 +185,12 @@ class Invariants:
         if group is not None:
             group.ready = True
         if group is None or not 0 < len(members) <= self.bounds.group_size:
-            self._fail("I2", f"group {event.group.id} is ready with {len(members)} members, at most "
+            self.fail("I2", f"group {event.group.id} is ready with {len(members)} members, at most "
                              f"{self.bounds.group_size} are wanted" + (", and it is not open" if group is None else ""))
             return
         seen = sum(member.id in group.ended for member in members)
         if len({member.id for member in members}) != len(members) or seen < len(members) - group.restored:
-            self._fail("I2", f"group {event.group.id} is ready with members that are not its own, each once: "
+            self.fail("I2", f"group {event.group.id} is ready with members that are not its own, each once: "
                              f"{', '.join(str(member.id) for member in members)}")
 
     def _group_ended(self, at: float, event: ev.GroupEnded) -> None:
@@ -197,16 +198,16 @@ class Invariants:
             return
         group = self._groups.get(event.group)
         if group is None or not group.open:
-            self._fail("I2", f"group {event.group} ended, and is not open")
+            self.fail("I2", f"group {event.group} ended, and is not open")
             return
         if group.running:
-            self._fail("I3", f"group {event.group} ended while {', '.join(map(str, group.running))} still run")
+            self.fail("I3", f"group {event.group} ended while {', '.join(map(str, group.running))} still run")
         if group.owed:
-            self._fail("I7", f"group {event.group} ended with a failed member that was not replaced although "
+            self.fail("I7", f"group {event.group} ended with a failed member that was not replaced although "
                              f"replacements are left")
         group.open = False
         if not event.kept and (group.ended or group.training):
-            self._fail("I2", f"group {event.group} was given up, and {', '.join(map(str, group.ended))} got no fate")
+            self.fail("I2", f"group {event.group} was given up, and {', '.join(map(str, group.ended))} got no fate")
         self._let_go(event.group, group)
 
     def _let_go(self, number: int, group: _Group) -> None:
@@ -222,11 +223,11 @@ class Invariants:
     def _trajectory_started(self, at: float, event: ev.TrajectoryStarted) -> None:
         id, group = event.id, self._groups.get(event.id.group)
         if group is None or not group.open:
-            self._fail("I3", f"{id} was started, and its group is not open")
+            self.fail("I3", f"{id} was started, and its group is not open")
             return
         group.owed = False
         if id.member <= group.last:
-            self._fail("I2", f"{id} was started after member {group.last} of its group: ids are used once, in order")
+            self.fail("I2", f"{id} was started after member {group.last} of its group: ids are used once, in order")
         group.last = max(group.last, id.member)
         group.running[id] = _Running()
         self.dispatched += 1
@@ -236,13 +237,13 @@ class Invariants:
         group = self._group(id, "the end")
         running = group.running.pop(id, None) if group else None
         if group is None or running is None:
-            self._fail("I2", f"{id} ended, and is not running: never started, or ended twice")
+            self.fail("I2", f"{id} ended, and is not running: never started, or ended twice")
             return
         self._check_ended(trajectory, running)
         self.sampled += trajectory.sampled
         if event.fate is Fate.IN_FLIGHT:
             if not trajectory.good:
-                self._fail("I2", f"{id} waits to be trained with outcome {trajectory.outcome} and score "
+                self.fail("I2", f"{id} waits to be trained with outcome {trajectory.outcome} and score "
                                  f"{trajectory.score}")
             group.ended[id] = _Ended(trajectory.oldest, trajectory.sampled)
             return
@@ -255,17 +256,17 @@ class Invariants:
     def _check_ended(self, trajectory: Trajectory, running: _Running) -> None:
         id = trajectory.id
         if running.opened:
-            self._fail("I3", f"{id} ended before its environment was closed")
+            self.fail("I3", f"{id} ended before its environment was closed")
         if trajectory.sampled != running.sampled:
-            self._fail("I8", f"{id} ends with {trajectory.sampled} sampled tokens, its turns had {running.sampled}")
+            self.fail("I8", f"{id} ends with {trajectory.sampled} sampled tokens, its turns had {running.sampled}")
         newest = 0
         for number, turn in enumerate(trajectory.turns):
             completion, last = turn.completion, -1
             if not completion.segments or completion.segments[0][1] != 0:
-                self._fail("I1", f"{id} turn {number}: the version segments do not begin at token 0")
+                self.fail("I1", f"{id} turn {number}: the version segments do not begin at token 0")
             for version, start in completion.segments:
                 if version < newest or start <= last or start >= max(1, len(completion.tokens)):
-                    self._fail("I1", f"{id} turn {number}: after version {newest}, segments {completion.segments} do "
+                    self.fail("I1", f"{id} turn {number}: after version {newest}, segments {completion.segments} do "
                                      f"not give {len(completion.tokens)} tokens one version each, never a falling one")
                 newest, last = version, start
 
@@ -278,7 +279,7 @@ class Invariants:
             group = self._groups.get(id.group)
             ended = group.ended.pop(id, None) if group else None
             if group is None or (ended is None and group.restored <= 0):
-                self._fail("I2", f"{id} was settled as {event.fate}, and is not waiting for a fate")
+                self.fail("I2", f"{id} was settled as {event.fate}, and is not waiting for a fate")
                 continue
             if ended is None:
                 group.restored -= 1
@@ -290,10 +291,10 @@ class Invariants:
 
     def _check_trained(self, id: TrajectoryId, group: _Group, ended: _Ended | None, step: Version | None) -> None:
         if not group.training or step is None:
-            self._fail("I2", f"{id} was settled as trained, and is in no batch")
+            self.fail("I2", f"{id} was settled as trained, and is in no batch")
         elif self.bounds.bounded and ended is not None and ended.oldest is not None \
                 and step - ended.oldest > self.bounds.alpha:
-            self._fail("I1", f"{id} was trained at version {step} with tokens of version {ended.oldest}, the bound is "
+            self.fail("I1", f"{id} was trained at version {step} with tokens of version {ended.oldest}, the bound is "
                              f"{self.bounds.alpha}")
 
     # -- environments and turns -----------------------------------------------------------------------------------
@@ -304,19 +305,19 @@ class Invariants:
         group = self._group(id, what)
         running = group.running.get(id) if group else None
         if running is None:
-            self._fail("I3", f"{what} of {id}, which is not running")
+            self.fail("I3", f"{what} of {id}, which is not running")
         return running
 
     def _environment_opened(self, at: float, event: ev.EnvironmentOpened) -> None:
         if running := self._run(event.id, "an environment"):
             if running.opened:
-                self._fail("I3", f"{event.id} opened a second environment")
+                self.fail("I3", f"{event.id} opened a second environment")
             running.opened = True
 
     def _environment_closed(self, at: float, event: ev.EnvironmentClosed) -> None:
         if running := self._run(event.id, "a closed environment"):
             if not running.opened:
-                self._fail("I3", f"{event.id} closed an environment that is not open")
+                self.fail("I3", f"{event.id} closed an environment that is not open")
             running.opened = False
 
     def _turn_ended(self, at: float, event: ev.TurnEnded) -> None:
@@ -324,14 +325,14 @@ class Invariants:
         if running is None:
             return
         if not running.opened:
-            self._fail("I3", f"turn {event.turn} of {event.id} ended without an open environment")
+            self.fail("I3", f"turn {event.turn} of {event.id} ended without an open environment")
         running.sampled += event.sampled
         if not running.newest <= event.oldest <= event.newest:
-            self._fail("I5", f"turn {event.turn} of {event.id} has tokens of versions {event.oldest} to {event.newest} "
+            self.fail("I5", f"turn {event.turn} of {event.id} has tokens of versions {event.oldest} to {event.newest} "
                              f"after a turn of version {running.newest}")
         running.newest = event.newest
         if event.newest > self._loaded.get(event.engine, -1):
-            self._fail("I5", f"turn {event.turn} of {event.id} has tokens of version {event.newest}, but "
+            self.fail("I5", f"turn {event.turn} of {event.id} has tokens of version {event.newest}, but "
                              f"{event.engine} has loaded {self._loaded.get(event.engine, 'none')}")
 
     def _turn_moved(self, at: float, event: ev.TurnMoved) -> None:
@@ -344,18 +345,18 @@ class Invariants:
 
     def _eval_ended(self, at: float, event: ev.EvalEnded) -> None:
         for id in [id for id in self._evals if id.group == event.number]:
-            self._fail("I3", f"{id} still runs after its evaluation")
+            self.fail("I3", f"{id} still runs after its evaluation")
 
     # -- steps, weights, slots ------------------------------------------------------------------------------------
 
     def _batch_taken(self, at: float, event: ev.BatchTaken) -> None:
         if event.version != self.trainer:
-            self._fail("I6", f"a batch is taken at version {event.version} while the trainer stands at {self.trainer}")
+            self.fail("I6", f"a batch is taken at version {event.version} while the trainer stands at {self.trainer}")
         self._training[event.version + 1] = len(event.groups)
         for number in event.groups:
             group = self._groups.get(number)
             if group is None or group.training:
-                self._fail("I2", f"group {number} is in a batch, and was "
+                self.fail("I2", f"group {number} is in a batch, and was "
                                  + ("in one before" if group else "not ready"))
                 continue
             group.training = True
@@ -365,17 +366,17 @@ class Invariants:
                 continue
             for id, ended in group.ended.items():
                 if ended.oldest is not None and event.version - ended.oldest > self.bounds.alpha:
-                    self._fail("I1", f"{id} is trained at version {event.version} with tokens of version "
+                    self.fail("I1", f"{id} is trained at version {event.version} with tokens of version "
                                      f"{ended.oldest}, the bound is {self.bounds.alpha}")
         if self.bounds.bounded and max(event.staleness, default=0) > self.bounds.alpha:
-            self._fail("I1", f"a batch reports staleness {max(event.staleness)}, the bound is {self.bounds.alpha}")
+            self.fail("I1", f"a batch reports staleness {max(event.staleness)}, the bound is {self.bounds.alpha}")
 
     def _step_ended(self, at: float, event: ev.StepEnded) -> None:
         if event.version != self.trainer + 1:
-            self._fail("I6", f"a step ended at version {event.version}, the trainer stood at {self.trainer}")
+            self.fail("I6", f"a step ended at version {event.version}, the trainer stood at {self.trainer}")
         self.trainer = event.version
         if self._last_step is not None and at - self._last_step > self.bounds.step_seconds:
-            self._fail("I7", f"the step to version {event.version} took {at - self._last_step:.0f} s, the budget is "
+            self.fail("I7", f"the step to version {event.version} took {at - self._last_step:.0f} s, the budget is "
                              f"{self.bounds.step_seconds:.0f} s")
         self._last_step = at
         if self.bounds.free is not FreeSlots.LIVE:
@@ -386,43 +387,43 @@ class Invariants:
         settled = sum(self.tokens.values())
         wasted = settled - self.tokens[Fate.TRAINED] - self.tokens[Fate.FILTERED]
         if settled > after and wasted > self.bounds.wasted_share * settled:
-            self._fail("I8", f"{wasted} of {settled} sampled tokens were wasted, the limit is a share of "
+            self.fail("I8", f"{wasted} of {settled} sampled tokens were wasted, the limit is a share of "
                              f"{self.bounds.wasted_share:g}")
 
     def _publish_started(self, at: float, event: ev.PublishStarted) -> None:
         if self._publishing is not None:
-            self._fail("I6", f"the publish of version {event.version} started before version {self._publishing} "
+            self.fail("I6", f"the publish of version {event.version} started before version {self._publishing} "
                              "was live")
         if event.version > self.trainer:
-            self._fail("I6", f"version {event.version} is published while the trainer stands at {self.trainer}")
+            self.fail("I6", f"version {event.version} is published while the trainer stands at {self.trainer}")
         self._publishing = event.version
 
     def _weights_published(self, at: float, event: ev.WeightsPublished) -> None:
         if event.manifest.version != self._publishing:
-            self._fail("I6", f"version {event.manifest.version} was published, the publish under way is "
+            self.fail("I6", f"version {event.manifest.version} was published, the publish under way is "
                              f"{self._publishing}")
 
     def _weights_loaded(self, at: float, event: ev.WeightsLoaded) -> None:
         before = self._loaded.get(event.engine, -1)
         if event.version < before:
-            self._fail("I5", f"{event.engine} went back from version {before} to {event.version}")
+            self.fail("I5", f"{event.engine} went back from version {before} to {event.version}")
         if event.version > self.trainer:
-            self._fail("I5", f"{event.engine} loaded version {event.version}, the trainer stands at {self.trainer}")
+            self.fail("I5", f"{event.engine} loaded version {event.version}, the trainer stands at {self.trainer}")
         self._loaded[event.engine] = event.version
 
     def _weights_live(self, at: float, event: ev.WeightsLive) -> None:
         if event.version != self._publishing:
-            self._fail("I6", f"version {event.version} is live, the publish under way is {self._publishing}")
+            self.fail("I6", f"version {event.version} is live, the publish under way is {self._publishing}")
         self._publishing = None
         if event.version < self.live:
-            self._fail("I5", f"the live version went back from {self.live} to {event.version}")
+            self.fail("I5", f"the live version went back from {self.live} to {event.version}")
         self.live = event.version
         for engine in self._up:
             self._check_serves(engine)
 
     def _check_serves(self, engine: str) -> None:
         if engine not in self.bounds.pinned and self._loaded.get(engine, -1) < self.live:
-            self._fail("I5", f"{engine} serves version {self._loaded.get(engine, 'none')} while version {self.live} "
+            self.fail("I5", f"{engine} serves version {self._loaded.get(engine, 'none')} while version {self.live} "
                              "is live")
 
     def _engine_up(self, at: float, event: ev.EngineUp) -> None:
@@ -434,7 +435,7 @@ class Invariants:
 
     def _slots_freed(self, at: float, event: ev.SlotsFreed) -> None:
         if event.version > self.live:
-            self._fail("I6", f"the slots of version {event.version} were freed while version {self.live} was live")
+            self.fail("I6", f"the slots of version {event.version} were freed while version {self.live} was live")
         freed = self._training.pop(event.version, 0)
         if freed != event.groups:
-            self._fail("I4", f"{event.groups} slots of version {event.version} were freed, its batch held {freed}")
+            self.fail("I4", f"{event.groups} slots of version {event.version} were freed, its batch held {freed}")

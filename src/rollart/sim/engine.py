@@ -12,10 +12,11 @@ import asyncio
 import heapq
 import itertools
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollart.core.clock import now, stream
-from rollart.core.errors import EngineLost, InvariantViolated
+from rollart.core.errors import EngineLost
 from rollart.core.tokens import Counted
 from rollart.core.types import Completion, Finish, GenerateRequest, Manifest, TrajectoryId, Version
 
@@ -51,11 +52,12 @@ class _Turn:
 
 
 class SimEngine:
-    """Starts up, with version 0 loaded. `crash` and `restart` are the cluster's."""
+    """Starts up, with no weights. `crash` and `restart` are the cluster's; `violated(name, what)` hears of breaches."""
 
-    def __init__(self, id: str, pool: str, *, seed: int, cost: EngineCost) -> None:
-        self.id, self.pool, self.cost = id, pool, cost
-        self.version: Version | None = 0
+    def __init__(self, id: str, pool: str, *, seed: int, cost: EngineCost,
+                 violated: Callable[[str, str], None]) -> None:
+        self.id, self.pool, self.cost, self._violated = id, pool, cost, violated
+        self.version: Version | None = None
         self.up = True
         self.kv: dict[TrajectoryId, tuple[int, Version]] = {}
         """Per trajectory: how many tokens of context are cached, and by which weights."""
@@ -80,9 +82,9 @@ class SimEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         self._alive()
         if self.version is None:
-            raise InvariantViolated(f"I5: {self.id} was asked for a turn of {request.trajectory} before any weights")
+            self._violated("I5", f"{self.id} was asked for a turn of {request.trajectory} before any weights")
         if request.max_tokens < 1:
-            raise InvariantViolated(f"I1: {request.trajectory} asks {self.id} for {request.max_tokens} tokens")
+            self._violated("I1", f"{request.trajectory} asks {self.id} for {request.max_tokens} tokens")
         chance = stream(self._seed, "turn", str(request.trajectory), request.turn, len(request.context))
         length = max(1, min(request.max_tokens, int(self.cost.turn_tokens * chance.lognormvariate(0.0, 0.8))))
         turn = _Turn(request, asyncio.get_running_loop().create_future(), length)
@@ -109,7 +111,7 @@ class SimEngine:
     async def load_weights(self, manifest: Manifest) -> None:
         self._alive()
         if self._turns and not self._paused:
-            raise InvariantViolated(f"I5: {self.id} got version {manifest.version} in the middle of a decode step")
+            self._violated("I5", f"{self.id} got version {manifest.version} in the middle of a decode step")
         await self._sleep(self.cost.load_s * self._chance.uniform(0.9, 1.5))
         self.version, self._swapped = manifest.version, True
         self._drop_kv()
@@ -184,8 +186,8 @@ class SimEngine:
         context, trajectory = len(turn.request.context), turn.request.trajectory
         cached, version = self.kv.get(trajectory, (0, self.version))
         if version != self.version:
-            raise InvariantViolated(f"I5: {trajectory} reads KV of version {version} on {self.id}, which serves "
-                                    f"version {self.version}")
+            self._violated("I5", f"{trajectory} reads KV of version {version} on {self.id}, which serves version "
+                           f"{self.version}")
         self._prefill_free = (max(self._prefill_free, now())
                               + max(1, context - cached) / self.cost.prefill_tokens_per_s)
         turn.prefill = asyncio.get_running_loop().call_at(self._prefill_free, self._prefilled, number)

@@ -1,15 +1,15 @@
 """Simulated environments, scorer, trainer, tasks and cluster: the ports of `core.ports` with costs instead of work.
 
-Keeps true, and raises where the control plane breaks it: an environment is closed exactly once and not used afterwards
-(I3); steps do not overlap, publishes do not overlap (I6). What only its owner can count stays readable: open
-environments, scored trajectories.
+Keeps true, and tells `violated(name, what)` where the control plane breaks it: an environment is closed once and is
+not used afterwards (I3); steps do not overlap, publishes do not overlap (I6). What only its owner can count stays
+readable: open environments, scored trajectories.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from rollart.control.task_mix import Share, TaskMix
 from rollart.core.clock import stream
-from rollart.core.errors import EnvironmentFailed, InvariantViolated, NoCapacity, ScorerFailed, TrainerLost
+from rollart.core.errors import EnvironmentFailed, NoCapacity, ScorerFailed, TrainerLost
 from rollart.core.ports import Trainer
 from rollart.core.tokens import Counted
 from rollart.core.types import (
@@ -91,7 +91,7 @@ class SimEnvironment:
 
     async def _work(self, share: float) -> None:
         if self._number not in self._pool.live:
-            raise InvariantViolated(f"I3: a closed environment of {self._task.id} was used")
+            self._pool.violated("I3", f"a closed environment of {self._task.id} was used")
         faults, luck = self._pool.faults, self._chance.random()
         if luck < faults.step_hangs:
             await _hang()
@@ -103,8 +103,9 @@ class SimEnvironment:
 class SimEnvironmentPool:
     """`live`: the environments that are open now, by number."""
 
-    def __init__(self, *, seed: int, faults: Faults, domains: Mapping[str, DomainCost]) -> None:
-        self.seed, self.faults, self.domains = seed, faults, domains
+    def __init__(self, *, seed: int, faults: Faults, domains: Mapping[str, DomainCost],
+                 violated: Callable[[str, str], None]) -> None:
+        self.seed, self.faults, self.domains, self.violated = seed, faults, domains, violated
         self.live: dict[int, Task] = {}
         self._numbers = itertools.count()
 
@@ -122,7 +123,7 @@ class SimEnvironmentPool:
 
     def closed(self, number: int, task: Task) -> None:
         if self.live.pop(number, None) is None:
-            raise InvariantViolated(f"I3: an environment of {task.id} was closed twice")
+            self.violated("I3", f"an environment of {task.id} was closed twice")
 
 
 class SimScorer:
@@ -150,9 +151,10 @@ class SimScorer:
 class SimTrainer:
     """`step_s`: seconds of a step besides its tokens; `publish_s`, `save_s`: seconds of a publish and of a save."""
 
-    def __init__(self, *, seed: int, faults: Faults, tokens_per_s: float = 20_000.0, step_s: float = 5.0,
-                 publish_s: float = 3.0, save_s: float = 4.0) -> None:
-        self._chance, self._faults = stream(seed, "trainer"), faults
+    def __init__(self, *, seed: int, faults: Faults, violated: Callable[[str, str], None],
+                 tokens_per_s: float = 20_000.0, step_s: float = 5.0, publish_s: float = 3.0,
+                 save_s: float = 4.0) -> None:
+        self._chance, self._faults, self._violated = stream(seed, "trainer"), faults, violated
         self._tokens_per_s, self._step_s, self._publish_s, self._save_s = tokens_per_s, step_s, publish_s, save_s
         self.version: Version = 0
         self._stepping = self._publishing = False
@@ -160,8 +162,8 @@ class SimTrainer:
 
     async def step(self, batch: TrainBatch) -> StepReport:
         if self._stepping or batch.version != self.version:
-            raise InvariantViolated(f"I6: a step on version {batch.version} while the trainer stands at {self.version}"
-                                    + (" in a step" if self._stepping else ""))
+            self._violated("I6", f"a step on version {batch.version} while the trainer stands at {self.version}"
+                           + (" in a step" if self._stepping else ""))
         self._stepping = True
         tokens = sum(len(sample.ids) for sample in batch.samples)
         seconds = (self._step_s + tokens / self._tokens_per_s) * self._chance.uniform(0.8, 1.25)
@@ -176,8 +178,8 @@ class SimTrainer:
 
     async def publish(self, version: Version) -> Manifest:
         if self._publishing or version != self.version:
-            raise InvariantViolated(f"I6: version {version} is published while the trainer stands at {self.version}"
-                                    + (" and another publish runs" if self._publishing else ""))
+            self._violated("I6", f"version {version} is published while the trainer stands at {self.version}"
+                           + (" and another publish runs" if self._publishing else ""))
         self._publishing = True
         try:
             await asyncio.sleep(self._publish_s * self._chance.uniform(0.8, 2.0))

@@ -7,7 +7,7 @@ while it runs, and at its end that nothing is left open (environments, turns, KV
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rollart.algo.settings import AlgoSettings
@@ -93,8 +93,8 @@ class SimResult:
 class _Honesty:
     """What only the simulator knows: who really answered, and where each task is."""
 
-    def __init__(self, scorer: SimScorer, tasks: SimTasks) -> None:
-        self._scorer, self._tasks = scorer, tasks
+    def __init__(self, scorer: SimScorer, tasks: SimTasks, violated: Callable[[str, str], None]) -> None:
+        self._scorer, self._tasks, self._violated = scorer, tasks, violated
         self._trained = self._failed = 0
 
     def on(self, at: float, event: Event) -> None:
@@ -102,7 +102,7 @@ class _Honesty:
             case GroupReady(group):
                 for member in group.members:
                     if member.id not in self._scorer.answered:
-                        raise InvariantViolated(f"I2: {member.id} counts as good, and no scorer has answered for it")
+                        self._violated("I2", f"{member.id} counts as good, and no scorer has answered for it")
                     del self._scorer.answered[member.id]
             case BatchTaken(groups=groups):
                 self._trained += len(groups)
@@ -112,8 +112,8 @@ class _Honesty:
     def close(self) -> None:
         drawn, returned = self._tasks.drawn, self._tasks.returned
         if drawn != returned + self._trained + self._failed:
-            raise InvariantViolated(f"I2: {drawn} tasks were drawn, {returned} came back, {self._trained} were "
-                                    f"trained, {self._failed} failed: a task is lost or doubled")
+            self._violated("I2", f"{drawn} tasks were drawn, {returned} came back, {self._trained} were trained, "
+                           f"{self._failed} failed: a task is lost or doubled")
 
 
 class _Run:
@@ -125,23 +125,26 @@ class _Run:
         self.tasks = SimTasks(world.weights, seed=draw(seed, "tasks"), max_turns=world.max_turns,
                               max_tokens=world.max_tokens)
         self.scorer = SimScorer(seed=seed, faults=faults, domains=world.domains)
-        self.pool = SimEnvironmentPool(seed=seed, faults=faults, domains=world.domains)
-        self.engines = [self._engine(f"{pool}-{i}", pool) for pool, n in world.engines.items() for i in range(n)]
-        self.cluster = SimCluster(self.engines, seed=seed, faults=faults)
-        self.trainer = SimTrainer(seed=seed, faults=faults, publish_s=world.publish_s, step_s=world.train_step_s)
-        self.buffer = SampleBuffer(batch_groups=settings.batch_groups, alpha=schedule.bound, schedule=schedule.schedule,
-                                   stale=schedule.stale, spare_groups=settings.spare_groups)
         self.invariants = Invariants(Bounds(
             alpha=schedule.bound, slots=(schedule.bound + 1) * settings.batch_groups + settings.spare_groups,
             group_size=settings.group_size, free=schedule.schedule.free, bounded=schedule.schedule.check_always,
             max_replacements=settings.max_replacements, pinned=("eval-0",), step_seconds=world.step_budget,
             wasted_share=world.wasted_share))
-        self.digest, self.honesty = Digest(), _Honesty(self.scorer, self.tasks)
+        violated = self.invariants.fail
+        self.pool = SimEnvironmentPool(seed=seed, faults=faults, domains=world.domains, violated=violated)
+        self.trainer = SimTrainer(seed=seed, faults=faults, violated=violated, publish_s=world.publish_s,
+                                  step_s=world.train_step_s)
+        self.engines = [self._engine(f"{pool}-{i}", pool) for pool, n in world.engines.items() for i in range(n)]
+        self.cluster = SimCluster(self.engines, seed=seed, faults=faults)
+        self.buffer = SampleBuffer(batch_groups=settings.batch_groups, alpha=schedule.bound, schedule=schedule.schedule,
+                                   stale=schedule.stale, spare_groups=settings.spare_groups)
+        self.digest, self.honesty = Digest(), _Honesty(self.scorer, self.tasks, violated)
         self.journal = Journal([self.digest, self.invariants, self.honesty])
         self.pipeline = self._pipeline()
 
     def _engine(self, id: str, pool: str) -> SimEngine:
-        return SimEngine(id, pool, seed=self.seed, cost=self.world.costs.get(pool, EngineCost()))
+        return SimEngine(id, pool, seed=self.seed, cost=self.world.costs.get(pool, EngineCost()),
+                         violated=self.invariants.fail)
 
     def _pipeline(self) -> Pipeline:
         world, changed, journal = self.world, Changed(), self.journal
@@ -181,12 +184,15 @@ class _Run:
         self.invariants.close()
         self.honesty.close()
         if self.pool.live:
-            raise InvariantViolated(f"I3: {len(self.pool.live)} environments are still open after the run: "
-                                    f"{', '.join(task.id for task in self.pool.live.values())}")
+            self.invariants.fail("I3", f"{len(self.pool.live)} environments are still open after the run: "
+                                 f"{', '.join(task.id for task in self.pool.live.values())}")
+        if self.buffer.open or self.buffer.ready:
+            self.invariants.fail("I4", f"slots are still held after the run by the groups "
+                                 f"{', '.join(map(str, (*self.buffer.open, *self.buffer.ready)))}")
         for engine in self.engines:
             if engine.in_flight or engine.kv:
-                raise InvariantViolated(f"I3: {engine.id} still has {engine.in_flight} turns and the KV of "
-                                        f"{len(engine.kv)} trajectories after the run")
+                self.invariants.fail("I3", f"{engine.id} still has {engine.in_flight} turns and the KV of "
+                                     f"{len(engine.kv)} trajectories after the run")
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

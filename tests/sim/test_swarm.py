@@ -1,0 +1,57 @@
+"""The whole control plane under random faults holds I1-I8, and every broken variant of it is caught by name."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutants import MUTANTS
+
+from rollart.control.settings import SCHEDULES
+from rollart.core.types import StalePolicy
+from rollart.sim.swarm import attempt, draw_world, swarm
+from rollart.sim.world import simulate
+
+SEEDS = 200
+MUTANT_SEEDS = 60
+
+
+def test_200_random_worlds_hold_every_invariant():
+    report = swarm(range(SEEDS))
+    assert not report.failures, report.failures[:3]
+    assert report.ended["finished"] > 0.9 * SEEDS, report.ended
+    assert min(report.counts[fate] for fate in ("trained", "filtered", "stale", "failed", "cancelled")) > 50
+
+
+def test_the_200_worlds_cover_every_schedule_policy_and_kind_of_fault():
+    worlds = [draw_world(seed) for seed in range(SEEDS)]
+    assert {(w.schedule.name, w.schedule.stale) for w in worlds} == {(s, p) for s in SCHEDULES for p in StalePolicy}
+    for fault in ("engine_mtbf", "no_capacity", "open_fails", "open_hangs", "step_fails", "step_hangs", "score_fails",
+                  "score_hangs", "trainer_fails"):
+        assert 40 < sum(getattr(w.faults, fault) > 0 for w in worlds) < 120, fault
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_broken_control_plane_is_caught_by_the_named_check(mutant):
+    with mutant.applied():
+        for seed in range(MUTANT_SEEDS):
+            if isinstance(reason := attempt(seed), str):
+                break
+        else:
+            pytest.fail(f"{mutant.name} passed {MUTANT_SEEDS} seeds")
+    assert any(reason.startswith((f"{name}: ", f"InvariantViolated: {name}: ")) for name in mutant.caught_by), \
+        f"seed {seed}: {reason}"
+
+
+def test_the_digest_is_the_same_in_two_processes_and_differs_between_seeds():
+    program = "from rollart.sim.swarm import attempt; print([attempt(seed).digest for seed in (1, 2, 3, 5, 8)])"
+    source = Path(__file__).parents[2] / "src"
+    outputs = [
+        subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": hash_seed,
+                       "PYTHONPATH": str(source)}, capture_output=True, text=True, check=True).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert outputs[0] == outputs[1]
+    assert len(set(outputs[0].split())) == 5
+    assert simulate(draw_world(1), 1).digest in outputs[0], "a run depends on the runs before it in its process"
