@@ -237,6 +237,25 @@ def test_resume_is_bit_exact(tmp_path, minibatches):
     run(story())
 
 
+def test_a_resumed_learner_follows_its_own_settings_and_not_those_of_the_file(tmp_path):
+    async def story():
+        first = TorchTrainer(model(), PLAIN, AlgoSettings(), MemoryWeights())
+        await first.step(batch())
+        await first.save(tmp_path)
+        first.close()
+        moved = []
+        for settings in (PLAIN, replace(PLAIN, weight_decay=1e-4), replace(PLAIN, beta1=0.5)):
+            trainer = TorchTrainer(model(), settings, AlgoSettings(), MemoryWeights())
+            await trainer.load(tmp_path)
+            await trainer.step(batch(version=1))
+            moved.append(parameters(trainer))
+            trainer.close()
+        assert not torch.equal(moved[0], moved[1])
+        assert not torch.equal(moved[0], moved[2])
+
+    run(story())
+
+
 def test_publish_hands_over_its_own_version_while_the_next_step_runs():
     async def story():
         weights = MemoryWeights()

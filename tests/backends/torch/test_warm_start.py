@@ -81,10 +81,11 @@ def test_the_cache_finds_what_was_stored_under_the_same_content(tmp_path):
     assert cached(tmp_path, {**KEY, "seed": 4}) is None
 
 
-def test_a_folder_without_its_marker_is_not_found(tmp_path):
+def test_a_folder_without_its_marker_is_not_found_and_made_again(tmp_path):
     made = store(tmp_path, KEY, lambda folder: None)
     (made / "complete").unlink()
     assert cached(tmp_path, KEY) is None
+    assert store(tmp_path, KEY, lambda folder: None) == cached(tmp_path, KEY)
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):

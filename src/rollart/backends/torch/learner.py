@@ -1,6 +1,6 @@
 """The learner: one batch in, one version on. Implements the `Trainer` port with torch in one process.
 
-Keeps true: all torch work runs in one thread of its own, one call at a time, and the event loop is never blocked.
+Keeps true: all training runs in one thread of its own, one call at a time, and the event loop is never blocked.
 `version` counts steps, also those that had nothing to train on. The weights of a version are copied at the end of the
 step that made it, before the next step can begin; `publish` hands over that copy, so a step that runs meanwhile cannot
 leak into it. Resume is bit-exact: apart from weights and optimizer state, everything (learning rate, order of samples)
@@ -78,7 +78,7 @@ class LearnerSettings:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = 4096
     minibatches: int = 1
     threads: int = 1
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -229,6 +229,7 @@ class TorchTrainer:
         self._skipped = 0  # in a row
         self._stop = threading.Event()
         self._thread = ThreadPoolExecutor(1, "learner", torch.set_num_threads, (settings.threads,))
+        self._publisher = ThreadPoolExecutor(1, "publish", torch.set_num_threads, (1,))  # copies and sums, no more
         self._copy = self._snapshot()
 
     async def step(self, batch: TrainBatch) -> StepReport:
@@ -243,7 +244,7 @@ class TorchTrainer:
         """Hand over the copy that the end of the last step (or load) took; it may overlap the next step."""
         if version != self.version:
             raise InvariantViolated(f"version {version} was to be published; the learner stands at {self.version}")
-        return await asyncio.to_thread(self._weights.put, version, self._copy)
+        return await asyncio.wrap_future(self._publisher.submit(self._weights.put, version, self._copy))
 
     async def retire(self, manifest: Manifest) -> None:
         self._weights.drop(manifest)
@@ -259,9 +260,10 @@ class TorchTrainer:
         self.version, self._copy = await self._run(self._load, folder)
 
     def close(self) -> None:
-        """End the thread. Waits for the call under way to notice."""
+        """End the threads. Waits for the call under way to notice."""
         self._stop.set()
         self._thread.shutdown(cancel_futures=True)
+        self._publisher.shutdown(cancel_futures=True)
 
     async def _run(self, call: Callable[..., Result], *args: object) -> Result:
         """`call(*args)` in the learner's thread. When cancelled, the thread stops at its next micro-batch."""
@@ -331,7 +333,10 @@ class TorchTrainer:
         sums["share"] += share
 
     def _row_loss(self, row: Row, sums: Counter[str]) -> Tensor:
-        """The summed loss of one micro-batch; adds what the report needs to `sums`."""
+        """The summed loss of one micro-batch; adds what the report needs to `sums`.
+
+        The KL term has the importance weight too: its gradient is right for tokens of the policy's own.
+        """
         with autocast(self.settings.precision, self._device):
             current, entropy = action_logprobs(self._model, row.packed, self._temperature)
         proximal = current.detach() if row.proximal is None else row.proximal
@@ -385,19 +390,20 @@ class TorchTrainer:
             self._export(folder)
         else:
             save_file({name: tensor.cpu() for name, tensor in self._snapshot().items()}, folder / "model.safetensors")
-        torch.save({"version": version, "optimizer": self._optimizer.state_dict()}, folder / "optimizer.pt")
+        torch.save({"version": version, "state": self._optimizer.state_dict()["state"]}, folder / "optimizer.pt")
         sync_folder(folder)
 
     def _load(self, folder: Path) -> tuple[Version, dict[str, Tensor]]:
         try:
-            state = torch.load(folder / "optimizer.pt", map_location=self._device, weights_only=True)
+            saved = torch.load(folder / "optimizer.pt", map_location=self._device, weights_only=True)
             tensors = load_file(folder / "model.safetensors")
         except (UnpicklingError, SafetensorError) as error:
             raise TrainerLost(f"{folder} holds no whole checkpoint: {error}") from error
         load_into(self._model, tensors)
-        self._optimizer.load_state_dict(state["optimizer"])
+        groups = self._optimizer.state_dict()["param_groups"]  # rates and decay are the settings', not the file's
+        self._optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
         self._optimizer.zero_grad(set_to_none=True)
-        return state["version"], self._snapshot()
+        return saved["version"], self._snapshot()
 
 
 def sync_folder(folder: Path) -> None:

@@ -132,6 +132,8 @@ def store(folder: Path, key: Mapping[str, Any], write: Callable[[Path], None]) -
         (made / MARKER).touch()
         sync_folder(made)
         made.chmod(0o755)
+        if target.exists() and cached(folder, key) is None:  # somebody removed a part of it
+            shutil.rmtree(target, ignore_errors=True)
         try:
             made.rename(target)
         except OSError:
