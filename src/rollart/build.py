@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,14 +31,15 @@ from rollart.control.task_mix import Share, TaskMix
 from rollart.control.wave import Wave
 from rollart.control.weight_sync import WeightSync
 from rollart.core.changed import Changed
-from rollart.core.clock import draw
-from rollart.core.errors import ConfigError
-from rollart.core.events import Event, StepEnded
-from rollart.core.ports import EnvironmentPool, Scorer, Trainer
-from rollart.core.types import EvalResult, Restored, Sampling, Version
-from rollart.envs.demonstrations import demonstrations
+from rollart.core.clock import draw, now
+from rollart.core.errors import ConfigError, InvariantViolated, RollArtError
+from rollart.core.events import Event, RunEnded, StepEnded
+from rollart.core.ports import EnvironmentPool, Trainer
+from rollart.core.tokens import Counted, floats, ids, join
+from rollart.core.types import Completion, EvalResult, Finish, Manifest, Restored, Sampling, Version
+from rollart.envs.demonstrations import Demonstration, demonstrations
 from rollart.envs.latency import InjectedLatency
-from rollart.observe.invariants import Invariants
+from rollart.observe.invariants import Bounds, Invariants
 from rollart.observe.journal import Journal, Subscriber
 from rollart.observe.ledger import Ledger
 from rollart.observe.run_folder import RunFolder
@@ -115,17 +116,30 @@ def _warm_key(recipe: Recipe) -> dict[str, Any]:
 
 def _imitation(recipe: Recipe, chat: Chat) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Demonstrations of every domain as (ids, mask), mask 1 on the player's actions."""
-    from rollart.backends.torch.chat import render_demonstration
-
     settings = recipe.warm_start
     assert settings is not None
-    sequences = []
+    sequences: list[tuple[Sequence[int], Sequence[int]]] = []
     for name in recipe.domains:
         rate = settings.error_rates.get(name, settings.error_rate)
         for episode in demonstrations(recipe.domain(name), settings.demonstrations, seed=draw(recipe.seed, "demo"),
                                       error_rate=rate):
-            sequences.append(render_demonstration(chat, episode.start, episode.actions, episode.observations))
+            sequences.append(_rendered(chat, episode))
     return sequences
+
+
+def _rendered(chat: Chat, episode: Demonstration) -> tuple[Sequence[int], Sequence[int]]:
+    """A demonstration as the tokens that a rollout of the same words would have."""
+    out = join(chat.prompt(episode.start.messages))
+    mask = [0] * len(out)
+    for i, text in enumerate(episode.actions):
+        action = chat.action(text)
+        said = Completion(action, floats([0.0] * len(action)), ((0, 0),), Finish.STOP)
+        last = i + 1 == len(episode.actions)
+        reply = ids() if last else chat.reply(said, episode.observations[i].messages)
+        out = join(out, action, reply)
+        mask += [1] * len(action) + [0] * len(reply)
+    assert not isinstance(out, Counted)
+    return out, mask
 
 
 class LocalCluster:
@@ -188,9 +202,36 @@ class Run:
     journal: Journal
     restored: Restored | None
 
+    def snapshot(self) -> dict[str, Any]:
+        """What `rollart status` shows of a live run."""
+        buffer, rollout, time = self.pipeline.buffer, self.pipeline.rollout, now()
+        environments = self.environments.stats()
+        engines = []
+        for engine in self.engines:
+            stats = engine.stats()
+            engines.append({"id": engine.id, "pool": engine.pool, "version": engine.version,
+                            "state": engine.lost or "serves", "running": stats.running, "waiting": stats.waiting,
+                            "kv_tokens": stats.kv_tokens, "generated": stats.generated, "reused": stats.reused})
+        return {
+            "versions": {"trainer": buffer.version, "live": self.proxy.version, "steps": self.recipe.pipeline.steps},
+            "slots": {"open": len(buffer.open), "ready": len(buffer.ready), "training": sum(buffer.training.values()),
+                      "free": buffer.free},
+            "waits": [{"who": w.who, "what": w.what, "seconds": round(time - w.since, 1)}
+                      for w in self.pipeline.changed.waits[:20]],
+            "in_flight": [dataclasses.asdict(item) | {"id": str(item.id)} for item in rollout.in_flight()[:20]],
+            "engines": engines,
+            "environments": {"processes": environments.live, "idle": environments.idle,
+                             "opened": environments.opened, "failed": environments.failed},
+        }
+
     async def train(self) -> bool:
         """True if it reached the last step, False if it was stopped; see Pipeline.run."""
-        return await self.pipeline.run(self.restored)
+        try:
+            return await self.pipeline.run(self.restored)
+        except (Exception, asyncio.CancelledError) as error:
+            with suppress(RollArtError):  # the ledger itself may be what failed
+                self.journal.emit(RunEnded(self.pipeline.buffer.version, f"failed: {first_error(error)}"))
+            raise
 
 
 @asynccontextmanager
@@ -212,25 +253,25 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
 
         check = LedgerCheck(ledger)
         journal = Journal([_invariants(recipe), ledger, *subscribers(ledger), check])
+        context = recipe.rollout.context_tokens or recipe.engine.context_tokens or policy.model.config.context_tokens
         trainer, weights = _trainer(recipe, policy)
         stack.callback(trainer.close)
         if checkpoint:
             await trainer.load(checkpoint[1])
-        engines = [_engine(f"{pool}-{i}", pool, recipe, policy, weights, trainer.device)
+        engines = [_engine(f"{pool}-{i}", pool, recipe, policy, weights)
                    for pool, settings in recipe.pools.items() for i in range(settings.replicas)]
-        eval_engine = _engine("eval", "eval", recipe, policy, weights, trainer.device)
+        eval_engine = _engine("eval", "eval", recipe, policy, weights)
         for engine in (*engines, eval_engine):
             engine.start()
-            stack.callback(engine.close)
-        environments = ProcessEnvironments(_domain_tables(recipe), recipe.environments)
+            stack.push_async_callback(engine.close)
+        environments = _environments(recipe)
         stack.push_async_callback(environments.close)
-        scorer = ProcessScorer(_domain_tables(recipe), recipe.reward)
+        scorer = ProcessScorer({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
         stack.push_async_callback(scorer.close)
 
         changed = Changed()
         affinity = {domain: pool for pool, settings in recipe.pools.items() for domain in settings.domains}
-        rollout_settings = dataclasses.replace(
-            recipe.rollout, context_tokens=recipe.rollout.context_tokens or recipe.engine.context_tokens)
+        rollout_settings = dataclasses.replace(recipe.rollout, context_tokens=context)
         proxy = LLMProxy(engines, affinity, journal=journal, changed=changed)
         schedule = recipe.schedule.schedule
         services = Services(
@@ -254,9 +295,15 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
 
 
 def _invariants(recipe: Recipe) -> Invariants:
-    rollout = recipe.rollout
-    return Invariants(alpha=recipe.schedule.bound, batch_groups=rollout.batch_groups, group_size=rollout.group_size,
-                      spare_groups=rollout.spare_groups, strict=recipe.schedule.schedule.check_always)
+    rollout, schedule = recipe.rollout, recipe.schedule.schedule
+    return Invariants(Bounds(
+        alpha=recipe.schedule.bound, slots=group_slots(recipe), group_size=rollout.group_size, free=schedule.free,
+        bounded=schedule.check_always, max_replacements=rollout.max_replacements, pinned=("eval",)))
+
+
+def group_slots(recipe: Recipe) -> int:
+    """Most groups that are open, ready or in training at once."""
+    return (recipe.schedule.bound + 1) * recipe.rollout.batch_groups + recipe.rollout.spare_groups
 
 
 def _trainer(recipe: Recipe, policy: Policy) -> tuple[TorchTrainer, MemoryWeights]:
@@ -271,19 +318,25 @@ def _trainer(recipe: Recipe, policy: Policy) -> tuple[TorchTrainer, MemoryWeight
     trainer = TorchTrainer(policy.model, settings, recipe.algorithm, weights,
                            temperature=recipe.sampling.temperature, seed=draw(recipe.seed, "learner"),
                            export=lambda folder: save_model(policy.model, folder, policy.chat),
-                           reference=None)
+                           reference=first_policy(recipe).model if recipe.algorithm.kl_coefficient else None)
     return trainer, weights
 
 
-def _engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: MemoryWeights, device: Any) -> EmbeddedEngine:
+def _engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: MemoryWeights) -> EmbeddedEngine:
     from rollart.backends.torch.engine import EmbeddedEngine
-    from rollart.backends.torch.transformer import Transformer
 
-    return EmbeddedEngine(id, pool, Transformer(policy.model.config), weights, recipe.engine)
+    return EmbeddedEngine(id, pool, policy.model, weights, recipe.engine)
 
 
-def _domain_tables(recipe: Recipe) -> dict[str, Mapping[str, Any]]:
-    return {name: entry.settings for name, entry in recipe.domains.items()}
+def _environments(recipe: Recipe) -> ProcessEnvironments:
+    """As many processes as episodes can run at once, unless the recipe says fewer."""
+    settings, rollout = recipe.environments, recipe.rollout
+    if not settings.max_processes:
+        most = group_slots(recipe) * (rollout.group_size + rollout.spares) + recipe.evaluation.concurrent
+        settings = dataclasses.replace(settings, max_processes=most)
+    return ProcessEnvironments({name: entry.settings for name, entry in recipe.domains.items()}, settings,
+                               wait_seconds=rollout.open_seconds, open_seconds=rollout.open_seconds,
+                               call_seconds=rollout.environment_seconds)
 
 
 def _with_latency(recipe: Recipe, pool: EnvironmentPool) -> EnvironmentPool:
@@ -301,3 +354,38 @@ def _evaluator(recipe: Recipe, services: Services, engine: EmbeddedEngine, envir
                               sampling=Sampling(temperature=recipe.evaluation.temperature))
     tasks = [recipe.domain(name).task(i, "eval") for i in range(recipe.evaluation.tasks) for name in recipe.domains]
     return Evaluator(own, tasks, concurrent=recipe.evaluation.concurrent)
+
+
+async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[EvalResult, ...]:
+    """Held-out success of a checkpoint folder, as `rollart eval` prints it."""
+    from rollart.backends.torch.weights import MemoryWeights
+
+    recipe = dataclasses.replace(recipe, evaluation=dataclasses.replace(recipe.evaluation, tasks=tasks))
+    policy = load_policy(folder)
+    weights = MemoryWeights()
+    manifest: Manifest = weights.put(0, policy.model.state_dict())
+    async with AsyncExitStack() as stack:
+        engine = _engine("eval", "eval", recipe, policy, weights)
+        engine.start()
+        stack.push_async_callback(engine.close)
+        environments = _environments(recipe)
+        stack.push_async_callback(environments.close)
+        scorer = ProcessScorer({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
+        stack.push_async_callback(scorer.close)
+        journal = Journal([])
+        context = recipe.rollout.context_tokens or recipe.engine.context_tokens or policy.model.config.context_tokens
+        services = Services(proxy=LLMProxy([engine], {}, journal=journal, changed=Changed()),
+                            environments=environments, renderer=policy.chat, scorer=scorer, journal=journal,
+                            settings=dataclasses.replace(recipe.rollout, context_tokens=context),
+                            seed=draw(recipe.seed, "eval"))
+        evaluator = _evaluator(recipe, services, engine, environments, Changed())
+        assert evaluator is not None
+        return await evaluator.run(manifest)
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The error to tell: out of the groups of a TaskGroup, our own mistakes before others."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [first_error(inner) for inner in error.exceptions]
+    return next((leaf for leaf in leaves if isinstance(leaf, InvariantViolated)), leaves[0])

@@ -133,51 +133,61 @@ def _describe(recipe: Recipe) -> None:
 
 
 async def _train(recipe: Recipe, folder: RunFolder, *, resume: bool) -> bool:
-    from rollart.progress import Watch
+    from rollart.build import Run, open_run
+    from rollart.observe.ledger import Ledger
+    from rollart.observe.metrics import Metrics
+    from rollart.observe.progress import ProgressView
+    from rollart.observe.report import render_report, write_report
+    from rollart.observe.status import StatusWriter
+    from rollart.observe.summary import write_summary
 
-    with Watch(console, recipe, folder) as watch:
-        from rollart.build import open_run
+    view = ProgressView(console, f"{recipe.name}: {folder.path}", recipe.schedule.bound)
 
-        async with open_run(recipe, folder, resume=resume, subscribers=watch.subscribers,
-                            progress=watch.preparing) as run:
-            async with watch.running(run), _interruptible(run.pipeline.stop, watch.interrupting):
-                finished = await run.train()
-        watch.finish()
+    def watchers(ledger: Ledger) -> list[Any]:
+        metrics = Metrics(folder.metrics, ledger.accounts, staleness_bound=recipe.schedule.bound)
+        return [metrics, view.watch(ledger.accounts)]
+
+    def stop(run: Run) -> None:
+        view.note("ending after the step under way; Ctrl-C again ends at once (both can be resumed)")
+        run.pipeline.stop()
+
+    try:
+        with view:
+            async with open_run(recipe, folder, resume=resume, subscribers=watchers, progress=view.preparing) as run:
+                status = asyncio.create_task(StatusWriter(folder.path, run.snapshot).run(), name="status")
+                try:
+                    with _signals(lambda: stop(run)):
+                        finished = await run.train()
+                finally:
+                    status.cancel()
+                    await asyncio.wait([status])
+    finally:
+        if folder.database.exists():
+            write_summary(folder.path)
+            write_report(folder.path)
+    console.print(render_report(folder.path))
     return finished
 
 
 @contextmanager
-def _signals(handler: Callable[[], None]) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM asks for a clean end; the second cancels at once (the run stays resumable)."""
+    loop, task, asked = asyncio.get_running_loop(), asyncio.current_task(), False
+
+    def on_signal() -> None:
+        nonlocal asked
+        if asked and task:
+            task.cancel()
+        asked = True
+        stop()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, handler)
+        loop.add_signal_handler(number, on_signal)
     try:
         yield
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-
-
-class _interruptible:
-    """The first Ctrl-C asks for a clean end; the second cancels at once (the run stays resumable)."""
-
-    def __init__(self, stop: Callable[[], None], tell: Callable[[], None]) -> None:
-        self._stop, self._tell, self._asked = stop, tell, False
-        self._task = asyncio.current_task()
-
-    def _on_signal(self) -> None:
-        if self._asked and self._task:
-            self._task.cancel()
-        self._asked = True
-        self._stop()
-        self._tell()
-
-    async def __aenter__(self) -> None:
-        self._scope = _signals(self._on_signal)
-        self._scope.__enter__()
-
-    async def __aexit__(self, *error: Any) -> None:
-        self._scope.__exit__(*error)
 
 
 @app.command(name="eval")

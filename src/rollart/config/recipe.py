@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from rollart.algo.settings import AlgoSettings
-from rollart.backends.process.settings import ProcessSettings, RewardSettings
-from rollart.backends.torch.settings import EngineSettings, LearnerSettings, SmallModel, WarmStartSettings
+from rollart.backends.process.environments import ProcessSettings
+from rollart.backends.process.scorer import ScorerSettings
+from rollart.backends.torch.engine import EngineSettings
+from rollart.backends.torch.learner import LearnerSettings
+from rollart.backends.torch.transformer import SmallModel
+from rollart.backends.torch.warm_start import WarmStartSettings
 from rollart.config.toml import build, nearest, override, read_toml
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import RolloutSettings, ScheduleSettings
@@ -84,7 +88,7 @@ class Recipe:
     engine: EngineSettings = field(default_factory=EngineSettings)
     pools: Mapping[str, PoolSettings] = field(default_factory=lambda: {"default": PoolSettings()})
     environments: ProcessSettings = field(default_factory=ProcessSettings)
-    reward: RewardSettings = field(default_factory=RewardSettings)
+    reward: ScorerSettings = field(default_factory=ScorerSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     domains: Mapping[str, DomainEntry] = field(default_factory=dict)
 
@@ -108,7 +112,7 @@ class Recipe:
 _SECTIONS: dict[str, Any] = {
     "pipeline": PipelineSettings, "schedule": ScheduleSettings, "rollout": RolloutSettings, "sampling": Sampling,
     "algorithm": AlgoSettings, "learner": LearnerSettings, "model": ModelSettings, "warm_start": WarmStartSettings,
-    "engine": EngineSettings, "environments": ProcessSettings, "reward": RewardSettings,
+    "engine": EngineSettings, "environments": ProcessSettings, "reward": ScorerSettings,
     "evaluation": EvaluationSettings,
 }
 
@@ -187,7 +191,7 @@ def _check(recipe: Recipe) -> None:
                 raise ConfigError(f"pools.{pool}.domains: no domain {domain}: {nearest(domain, recipe.domains)}")
     needed = max(recipe.domain(name).settings.max_tokens for name in recipe.domains)
     limit = rollout.context_tokens or recipe.engine.context_tokens
-    if needed >= limit:
+    if limit and needed >= limit:
         raise ConfigError(f"an action of {needed} tokens does not fit a context of {limit} tokens: raise "
                           "engine.context_tokens or lower the domain's max_tokens")
 

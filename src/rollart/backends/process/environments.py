@@ -8,7 +8,6 @@ process, for the opening and for each step, each with its own deadline.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,33 +21,23 @@ from rollart.envs.domain import make_domain
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSettings:
-    """max_processes: environments open at a time; more wait (processes).
+    """max_processes: environments open at a time; more wait (processes; 0: as many as the run can have open).
 
     memory_mb: how much a process may grow (10^6 bytes; enforced on Linux).
     message_mb: the largest answer of an environment (10^6 bytes).
-    wait_seconds: deadline for a process to become free (seconds).
-    open_seconds: deadline of one opening, the first observation included (seconds).
-    call_seconds: deadline of a step and of a close (seconds).
-    open_retries: further attempts after a failed opening.
-    retry_seconds: pause before the first of them; it doubles each time, times 0.5 to 1.5 by chance (seconds).
-    idle_processes: kept for the next opening (processes).
+    idle_processes: kept for the next opening (processes; about 3 MB each).
     """
 
-    max_processes: int = 64
+    max_processes: int = 0
     memory_mb: int = 1024
     message_mb: int = 16
-    wait_seconds: float = 600.0
-    open_seconds: float = 60.0
-    call_seconds: float = 60.0
-    open_retries: int = 2
-    retry_seconds: float = 0.5
-    idle_processes: int = 16
+    idle_processes: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("max_processes", "memory_mb", "message_mb", "wait_seconds", "open_seconds", "call_seconds"):
+        for name in ("memory_mb", "message_mb"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
-        for name in ("open_retries", "retry_seconds", "idle_processes"):
+        for name in ("max_processes", "idle_processes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
 
@@ -65,12 +54,16 @@ class ProcessStats:
 
 
 class ProcessEnvironments:
-    """An EnvironmentPool over domains, given as settings by name. Raises ConfigError for what no domain knows."""
+    """An EnvironmentPool over domains, given as settings by name. Raises ConfigError for what no domain knows.
 
-    def __init__(self, domains: Mapping[str, Mapping[str, Any]], settings: ProcessSettings) -> None:
+    Deadlines in seconds: wait (a process is free), open (with the first observation), call (a step, a close).
+    """
+
+    def __init__(self, domains: Mapping[str, Mapping[str, Any]], settings: ProcessSettings, *,
+                 wait_seconds: float = 600.0, open_seconds: float = 60.0, call_seconds: float = 60.0) -> None:
         self._known = {make_domain(name, values).name for name, values in domains.items()}
-        self._settings = settings
-        self._workers = WorkerPool(domains=domains, rewards={}, processes=settings.max_processes,
+        self._wait_seconds, self._open_seconds, self._call_seconds = wait_seconds, open_seconds, call_seconds
+        self._workers = WorkerPool(domains=domains, rewards={}, processes=settings.max_processes or 64,
                                    idle=settings.idle_processes, memory_mb=settings.memory_mb,
                                    message_mb=settings.message_mb)
         self._opened = self._failed = 0
@@ -80,31 +73,25 @@ class ProcessEnvironments:
         return ProcessStats(workers.live, workers.idle, self._opened, self._failed, workers.killed)
 
     async def open(self, task: Task) -> _ProcessEnvironment:
-        """Open in a process of its own. Raises EnvironmentFailed after the last attempt."""
+        """Open in a process of its own. Raises EnvironmentFailed; whoever asked decides whether to try again."""
         if task.domain not in self._known:
             raise EnvironmentFailed(f"{task.id}: no domain {task.domain!r} in this pool")
-        error: Exception | None = None
-        for attempt in range(1 + self._settings.open_retries):
-            if attempt:
-                pause = self._settings.retry_seconds * 2 ** (attempt - 1)
-                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
-            try:
-                return await self._open(task)
-            except NoFreeWorker as full:
-                raise EnvironmentFailed(f"{_where(task, 'open')}: {full} (max_processes)") from None
-            except WorkerFailed as failure:
-                self._failed += 1
-                error = failure
-        raise EnvironmentFailed(f"{_where(task, 'open')}, attempt {1 + self._settings.open_retries}: {error}")
+        try:
+            return await self._open(task)
+        except NoFreeWorker as full:
+            raise EnvironmentFailed(f"{_where(task, 'open')}: {full} (max_processes)") from None
+        except WorkerFailed as failure:
+            self._failed += 1
+            raise EnvironmentFailed(f"{_where(task, 'open')}: {failure}") from None
 
     async def close(self) -> None:
         """Kill every process, open or idle, and wait until they are gone."""
         await self._workers.close()
 
     async def _open(self, task: Task) -> _ProcessEnvironment:
-        worker = await self._workers.take(self._settings.wait_seconds)
+        worker = await self._workers.take(self._wait_seconds)
         try:
-            first = await worker.call("open", task, seconds=self._settings.open_seconds)
+            first = await worker.call("open", task, seconds=self._open_seconds)
         except BaseException:
             self._workers.kill(worker)
             raise
@@ -114,7 +101,7 @@ class ProcessEnvironments:
     async def _call(self, task: Task, worker: Worker, *parts: Any) -> Any:
         """A call of an open environment; whatever goes wrong, its process is killed."""
         try:
-            return await worker.call(*parts, seconds=self._settings.call_seconds)
+            return await worker.call(*parts, seconds=self._call_seconds)
         except WorkerFailed as failure:
             self._failed += 1
             self._workers.kill(worker)
