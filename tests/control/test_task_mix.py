@@ -1,0 +1,108 @@
+"""Task mixing: seeded, weighted, resumable."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from fakes import mix, task
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollart.control.task_mix import Share, TaskMix
+
+
+def test_the_stream_depends_on_the_seed_only() -> None:
+    def first(seed: int) -> list[str]:
+        m = mix(seed, math=1.0, game=1.0)
+        return [m.next().id for _ in range(50)]
+
+    assert first(3) == first(3)
+    assert first(3) != first(4)
+
+
+def test_put_backs_do_not_shift_the_draws_of_new_tasks() -> None:
+    plain, returning = mix(1, math=1.0, game=2.0), mix(1, math=1.0, game=2.0)
+    new = []
+    for n in range(60):
+        drawn = returning.next()
+        new.append(drawn.id)
+        if n % 5 == 0:
+            returning.put_back(drawn)
+            assert returning.next() == drawn
+    assert new == [plain.next().id for _ in range(60)]
+
+
+def test_weights_are_respected_and_each_domain_counts_on_its_own() -> None:
+    m, weights = mix(2, math=1.0, game=2.0, code=5.0, never=0.0), {"math": 1 / 8, "game": 2 / 8, "code": 5 / 8}
+    drawn = [m.next() for _ in range(4000)]
+    counts = Counter(t.domain for t in drawn)
+    chi_square = sum((counts[d] - 4000 * share) ** 2 / (4000 * share) for d, share in weights.items())
+    assert chi_square < 13.8  # 2 degrees of freedom, p = 0.001
+    assert counts["never"] == 0
+    for domain in weights:
+        assert [t.id for t in drawn if t.domain == domain] == [f"{domain}/{n}" for n in range(counts[domain])]
+
+
+def test_what_was_put_back_comes_first_in_its_order_also_after_a_restore() -> None:
+    m = mix(5, math=1.0, game=1.0)
+    drawn = [m.next() for _ in range(6)]
+    for back in (drawn[4], drawn[1]):
+        m.put_back(back)
+    later = mix(5, math=1.0, game=1.0)
+    later.restore(json.loads(json.dumps(m.state())))
+    for source in (m, later):
+        assert [source.next() for _ in range(2)] == [drawn[4], drawn[1]]
+    assert [later.next() for _ in range(20)] == [m.next() for _ in range(20)]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(moves=st.lists(st.sampled_from(["next", "next", "back", "crash"]), max_size=60), seed=st.integers(0, 99))
+def test_restore_repeats_nothing_and_loses_nothing(moves: list[str], seed: int) -> None:
+    m, out, done = mix(seed, math=1.0, game=3.0), [], []
+    for move in moves:
+        if move == "next":
+            out.append(m.next())
+        elif move == "back" and out:
+            m.put_back(out.pop(0))
+        elif move == "crash":
+            state = json.loads(json.dumps(m.state()))
+            m = mix(seed, math=1.0, game=3.0)
+            m.restore(state)
+        done = out
+    rest = [m.next() for _ in range(len(moves))]
+    every = [t.id for t in done + rest]
+    assert len(every) == len(set(every))
+    for domain in ("math", "game"):  # no hole: 0, 1, 2, ... of each domain
+        numbers = sorted(int(i.split("/")[1]) for i in every if i.startswith(domain))
+        assert numbers == list(range(len(numbers)))
+
+
+def test_a_domain_that_left_the_recipe_is_forgotten_and_a_new_one_begins_at_0() -> None:
+    old = mix(0, math=1.0, game=1.0)
+    drawn = [old.next() for _ in range(10)]
+    old.put_back(next(t for t in drawn if t.domain == "math"))
+    new = mix(0, game=1.0, code=1.0)
+    new.restore(old.state())
+    later = [new.next() for _ in range(20)]
+    assert {t.domain for t in later} == {"game", "code"}
+    assert min(int(t.id.split("/")[1]) for t in later if t.domain == "code") == 0
+    assert not {t.id for t in later} & {t.id for t in drawn}
+
+
+def test_a_task_of_other_settings_is_refused_when_it_comes_back() -> None:
+    m = TaskMix({"game": Share(1.0, lambda n: task(n + 1000))}, 0)
+    with pytest.raises(ValueError, match="task game/3 is not number 3 of game"):
+        m.put_back(task(3))
+
+
+@pytest.mark.parametrize("weights", [{"game": 0.0}, {"game": -1.0, "math": 2.0}])
+def test_weights_that_draw_nothing_are_refused(weights: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="weights >= 0 that do not sum to 0; got"):
+        mix(0, **weights)
+
+
+def test_a_mix_without_domains_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"got \{\}"):
+        TaskMix({}, 0)

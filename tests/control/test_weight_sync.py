@@ -1,0 +1,148 @@
+"""Weight sync: publish, load, retire; one version at a time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fakes import FakeEngine, FakeTrainer, Log, hang
+
+from rollart.control.llm_proxy import LLMProxy
+from rollart.control.weight_sync import WeightSync
+from rollart.core.changed import Changed
+from rollart.core.clock import now
+from rollart.core.errors import InvariantViolated, TrainerLost
+from rollart.core.events import PublishStarted, WeightsLive, WeightsPublished
+from rollart.core.types import Version
+from rollart.sim.loop import run_virtual
+
+
+async def at_once() -> None:
+    return
+
+
+class Setup:
+    def __init__(self, **trainer: object) -> None:
+        self.log, self.engine, self.trainer = Log(), FakeEngine(), FakeTrainer(**trainer)  # type: ignore[arg-type]
+        self.proxy = LLMProxy([self.engine], {}, journal=self.log, changed=Changed())
+        self.sync = WeightSync(self.trainer, self.proxy, self.log, publish_seconds=100.0)
+
+    async def to(self, *versions: Version) -> None:
+        for version in versions:
+            await self.sync.sync(version, at_once)
+
+
+def test_a_version_is_published_then_loaded_then_live_and_the_one_before_retired() -> None:
+    async def main() -> None:
+        s = Setup()
+        await s.to(0)
+        assert s.trainer.retired == []
+        await s.to(1, 2)
+        assert [type(e) for e in s.log.of(PublishStarted, WeightsPublished, WeightsLive)] == [
+            PublishStarted, WeightsPublished, WeightsLive] * 3
+        assert s.engine.loads == [0, 1, 2]
+        assert s.trainer.retired == [0, 1]
+        assert s.sync.current is not None
+        assert s.sync.current.version == 2
+
+    run_virtual(main())
+
+
+def test_weights_are_retired_only_after_the_newer_ones_are_live() -> None:
+    async def main() -> None:
+        s = Setup()
+        live: list[Version] = []
+
+        async def retire(manifest: object) -> None:
+            live.append(s.proxy.version)
+
+        s.trainer.retire = retire  # type: ignore[method-assign]
+        await s.to(0, 1, 2)
+        assert live == [1, 2]
+
+    run_virtual(main())
+
+
+def test_weights_that_somebody_pins_are_retired_when_the_last_lets_go() -> None:
+    async def main() -> None:
+        s = Setup()
+        await s.to(0)
+        pinned = s.sync.current
+        assert pinned is not None
+        s.sync.pin(pinned)
+        s.sync.pin(pinned)
+        await s.to(1, 2)
+        assert s.trainer.retired == [1]
+        await s.sync.unpin(pinned)
+        assert s.trainer.retired == [1]
+        await s.sync.unpin(pinned)
+        assert s.trainer.retired == [1, 0]
+
+    run_virtual(main())
+
+
+def test_unpinning_the_current_weights_does_not_retire_them() -> None:
+    async def main() -> None:
+        s = Setup()
+        await s.to(0)
+        assert s.sync.current is not None
+        s.sync.pin(s.sync.current)
+        await s.sync.unpin(s.sync.current)
+        assert s.trainer.retired == []
+
+    run_virtual(main())
+
+
+def test_i6_overlapping_publishes_are_our_own_mistake() -> None:
+    async def main() -> None:
+        s = Setup()
+        first = asyncio.create_task(s.sync.sync(0, at_once))
+        await asyncio.sleep(1.0)
+        with pytest.raises(InvariantViolated, match="I6: publish of version 1"):
+            await s.to(1)
+        await first
+        await s.to(1)
+
+    run_virtual(main())
+
+
+def test_a_publish_without_an_answer_loses_the_trainer_at_its_deadline() -> None:
+    async def main() -> None:
+        s = Setup(version=3, hangs="publish")
+        with pytest.raises(TrainerLost, match="publish of version 3: no answer in 100 s"):
+            await s.to(3)
+        assert now() == 100.0
+        assert not s.engine.loads
+
+    run_virtual(main())
+
+
+@pytest.mark.xfail(strict=True, reason="bug 9: retire has no deadline")
+def test_a_retire_without_an_answer_loses_the_trainer_at_a_deadline() -> None:
+    async def main() -> None:
+        s = Setup()
+        await s.to(0)
+        s.trainer.retire = lambda manifest: hang()  # type: ignore[method-assign, assignment]
+        with pytest.raises(TrainerLost, match="retire of version 0"):
+            await s.to(1)
+
+    run_virtual(main())
+
+
+def test_nothing_is_loaded_before_it_may_be() -> None:
+    async def main() -> None:
+        s = Setup()
+        gate = asyncio.Event()
+
+        async def wait() -> None:
+            await gate.wait()
+
+        syncing = asyncio.create_task(s.sync.sync(0, wait))
+        await asyncio.sleep(50.0)
+        assert s.trainer.published == [0]
+        assert s.sync.current is None
+        gate.set()
+        await syncing
+        assert s.engine.loads == [0]
+
+    run_virtual(main())
