@@ -19,7 +19,7 @@ from rollart.core.errors import EngineLost, InvariantViolated, Stalled
 from rollart.core.events import EngineDown, EngineUp, TurnMoved, WeightsLive, WeightsLoaded
 from rollart.core.ports import Engine, Journal
 from rollart.core.tokens import join
-from rollart.core.types import Completion, GenerateRequest, Manifest, TrajectoryId, Version
+from rollart.core.types import Completion, Finish, GenerateRequest, Manifest, TrajectoryId, Version
 
 
 def merge(parts: Sequence[Completion]) -> Completion:
@@ -74,6 +74,8 @@ class LLMProxy:
                 self._journal.emit(TurnMoved(request.trajectory, request.turn, engine.id, tokens))
                 if kept and tokens:
                     parts.append(kept)
+                    if kept.finish is Finish.STOP or request.max_tokens == tokens:
+                        return merge(parts)
                     request = replace(request, context=join(request.context, kept.tokens),
                                       max_tokens=request.max_tokens - tokens,
                                       seed=draw(request.seed, "moved", len(parts)))

@@ -52,7 +52,7 @@ class Checkpoints(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class PipelineSettings:
     """steps: optimizer steps in all. checkpoint_every, eval_every: steps (0: at the end only; evaluation is also done
-    before the first step). step_seconds: deadline of one optimizer step."""
+    before the first step). step_seconds: deadline of one optimizer step, and of one checkpoint."""
 
     steps: int = 100
     checkpoint_every: int = 10
@@ -189,7 +189,7 @@ class Pipeline:
         return
 
     async def _round_over(self) -> None:
-        if self.schedule.overlap is Overlap.ONE_OFF:
+        if self.schedule.overlap is Overlap.ONE_OFF and self.buffer.version < self.settings.steps:
             await self.changed.until(lambda: self._stop or not self.buffer.open, who="sync",
                                      what="the end of the round", seconds=self.rollout.stall_seconds,
                                      explain=self.rollout.explain)
@@ -205,7 +205,11 @@ class Pipeline:
         if self.checkpoints and due and self._saved != version:
             started = now()
             state = {"version": version, "evaluations": self.evaluator.number if self.evaluator else 0}
-            path = await self.checkpoints.save(version, state, self.trainer)
+            try:
+                async with asyncio.timeout(self.settings.step_seconds):
+                    path = await self.checkpoints.save(version, state, self.trainer)
+            except TimeoutError:
+                raise TrainerLost(f"checkpoint {version}: no answer within {self.settings.step_seconds:g} s") from None
             self._saved = version
             self.journal.emit(CheckpointSaved(version, path, now() - started))
 

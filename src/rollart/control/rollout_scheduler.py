@@ -2,7 +2,7 @@
 
 Keeps true: every admitted group ends exactly once: in the buffer, given up (its task comes again, or is counted as
 failed), or cancelled; its slot is then free. A raising group ends the run at once.
-Waits for: a free slot.
+Waits for: a free slot, for as long as the others' deadlines (step, publish, load) let it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from rollart.core.clock import now
 from rollart.core.errors import RunError
 from rollart.core.events import GroupEnded, GroupOpened, GroupReady, Settled
 from rollart.core.ports import TaskSource
-from rollart.core.types import Fate, Group, Restored, Task, Trajectory, TrajectoryId, Unfinished, Version
+from rollart.core.types import (
+    Fate,
+    Group,
+    Restored,
+    StalePolicy,
+    Task,
+    Trajectory,
+    TrajectoryId,
+    Unfinished,
+    Version,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +70,37 @@ class RolloutScheduler:
         if restored.source is not None:
             self._tasks.restore(restored.source)
         self._next = restored.next_group
-        order = sorted(restored.groups, key=lambda g: (min((m.oldest or 0 for m in g.finished), default=g.born), g.id))
-        for left in order:
-            kept = [m for m in left.finished if self._usable(m)]
-            if dropped := tuple(m.id for m in left.finished if m not in kept):
-                self._s.journal.emit(Settled(dropped, Fate.STALE, "resume: its weights are gone, or it is too old"))
-            if len(self._restored) + len(self._buffer.open) + len(self._buffer.ready) < self._buffer.slots:
-                self._restored.append(Unfinished(left.id, left.task, min(left.born, self._buffer.version), tuple(kept),
-                                                 left.started))
+        timely = 0
+        for left, kept in self._oldest_first(restored):
+            oldest = self._oldest(kept)
+            steps = oldest + self._buffer.alpha - self._buffer.version + 1  # that can still train it
+            if self._buffer.stale is StalePolicy.WAIT and kept and timely >= steps * self._buffer.batch_groups:
+                self._settle(kept, Fate.STALE, "resume: no step in time")
+                kept, oldest = (), self._buffer.version
+            timely += bool(kept)
+            if len(self._restored) < self._buffer.slots:
+                self._restored.append(Unfinished(left.id, left.task, oldest, kept, left.started))
             else:
-                if kept:
-                    self._s.journal.emit(Settled(tuple(m.id for m in kept), Fate.CANCELLED, "resume: no slot"))
+                self._settle(kept, Fate.CANCELLED, "resume: no slot")
                 self._tasks.put_back(left.task)
                 self._s.journal.emit(GroupEnded(left.id, False, "resume: no slot", self._tasks.state()))
+
+    def _oldest_first(self, restored: Restored) -> list[tuple[Unfinished, tuple[Trajectory, ...]]]:
+        """Groups with the members that may still be used, those with the oldest tokens first; settles the others."""
+        out = []
+        for left in restored.groups:
+            kept = tuple(m for m in left.finished if self._usable(m))
+            self._settle([m for m in left.finished if m not in kept], Fate.STALE,
+                         "resume: its weights are gone, or it is too old")
+            out.append((left, kept))
+        return sorted(out, key=lambda entry: (self._oldest(entry[1]), entry[0].id))
+
+    def _oldest(self, members: Sequence[Trajectory]) -> Version:
+        return min((m.oldest for m in members if m.oldest is not None), default=self._buffer.version)
+
+    def _settle(self, members: Sequence[Trajectory], fate: Fate, reason: str) -> None:
+        if members:
+            self._s.journal.emit(Settled(tuple(m.id for m in members), fate, reason))
 
     def _usable(self, member: Trajectory) -> bool:
         version = self._buffer.version
@@ -84,7 +112,7 @@ class RolloutScheduler:
         """Open groups for ever."""
         while True:
             await self._changed.until(lambda: self._buffer.free > 0, who="rollout", what="a free slot",
-                                      seconds=self._settings.stall_seconds, explain=self.explain)
+                                      seconds=float("inf"))
             self._check_failures()
             if self._restored:
                 left = self._restored.popleft()
@@ -103,7 +131,7 @@ class RolloutScheduler:
         self._s.journal.emit(GroupOpened(id, task, born, self._tasks.state(), len(finished)))
         running = nursery.create_task(self._drive(group), name=f"group {id}")
         self._running[id] = running
-        running.add_done_callback(partial(self._closed, group))
+        running.add_done_callback(partial(self._never_began, group))
 
     def _age(self, id: int, oldest: Version | None) -> None:
         if id in self._buffer.open and not self._buffer.note(id, oldest):
@@ -117,7 +145,10 @@ class RolloutScheduler:
                 group.end_fate = Fate.FAILED
                 group.end_reason = f"{group.failures} members failed, the last: {(group.errors or ['?'])[-1]}"
         finally:
-            await group.stop()
+            try:
+                await group.stop()
+            finally:
+                self._closed(group)
 
     def _complete(self, group: GroupRun) -> None:
         finished = Group(group.id, group.task, group.born, tuple(group.good))
@@ -129,8 +160,12 @@ class RolloutScheduler:
         else:
             group.end_fate, group.end_reason = Fate.STALE, "beyond the staleness bound when it was complete"
 
-    def _closed(self, group: GroupRun, task: asyncio.Task[None]) -> None:
-        """Always runs, even for a group that was cancelled before its first step, whose `finally` never would."""
+    def _never_began(self, group: GroupRun, task: asyncio.Task[None]) -> None:
+        """A group that was cancelled before its first step never runs its `finally`."""
+        if group.id in self.groups:
+            self._closed(group)
+
+    def _closed(self, group: GroupRun) -> None:
         del self.groups[group.id], self._running[group.id]
         self._dispatched += group.dispatched
         if group.id in self._buffer.open:

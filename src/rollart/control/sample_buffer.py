@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollart.control.settings import FreeSlots, Schedule
+from rollart.control.settings import FreeSlots, Overlap, Schedule
 from rollart.core.errors import InvariantViolated
 from rollart.core.types import Group, StalePolicy, Version
 
@@ -55,7 +55,9 @@ class SampleBuffer:
 
     @property
     def free(self) -> int:
-        """Slots that a new group may take."""
+        """Slots that a new group may take. Without overlap there are none while the trainer works."""
+        if self.training and self.schedule.overlap is Overlap.NONE:
+            return 0
         return self.slots - len(self.open) - len(self.ready) - sum(self.training.values())
 
     def admit(self, group: int, born: Version) -> None:
@@ -89,8 +91,8 @@ class SampleBuffer:
         short = max(0, self.batch_groups - len(self.ready))
         if self.stale is StalePolicy.ABORT or not self.schedule.check_always:
             return short
-        oldest = [g.oldest for g in self.ready.values()]
-        oldest += [o.oldest for o in self.open.values() if o.oldest is not None]
+        oldest = [g.oldest for g in self.ready.values()]  # a turn under way may have begun when the group was admitted
+        oldest += [o.born if o.oldest is None else min(o.born, o.oldest) for o in self.open.values()]
         batch = [g.oldest for g in self._batch()]
         for k in range(self.alpha):
             due = self.version + k - self.alpha
@@ -136,7 +138,8 @@ class SampleBuffer:
 
     def check(self) -> None:
         """Raise InvariantViolated if the state contradicts the bound or the slots."""
-        if self.free < 0:
+        held = len(self.open) + len(self.ready) + sum(self.training.values())
+        if held > self.slots:
             raise InvariantViolated(f"I4: {len(self.open)} open + {len(self.ready)} ready + "
                                     f"{sum(self.training.values())} training groups exceed {self.slots} slots")
         for group in self.ready.values():

@@ -62,4 +62,8 @@ class WeightSync:
 
     async def _retire(self) -> None:
         for version in [v for v in self._retiring if not self._pins.get(v)]:
-            await self._trainer.retire(self._retiring.pop(version))
+            try:
+                async with asyncio.timeout(self._publish_seconds):
+                    await self._trainer.retire(self._retiring.pop(version))
+            except TimeoutError:
+                raise TrainerLost(f"retiring version {version}: no answer in {self._publish_seconds:g} s") from None
