@@ -7,7 +7,7 @@ while it runs, and at its end that nothing is left open (environments, turns, KV
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollart.algo.settings import AlgoSettings
@@ -25,9 +25,9 @@ from rollart.core.changed import Changed
 from rollart.core.clock import draw, now
 from rollart.core.errors import InvariantViolated, RunError, Stalled, TrainerLost
 from rollart.core.events import BatchTaken, Event, GroupEnded, GroupReady
-from rollart.core.types import Task
+from rollart.core.types import Restored, Task, Version
 from rollart.observe.invariants import Bounds, Invariants
-from rollart.observe.journal import Digest, Journal
+from rollart.observe.journal import Digest, Journal, Subscriber
 from rollart.sim.engine import EngineCost, SimEngine
 from rollart.sim.faults import CALM, Faults
 from rollart.sim.loop import VirtualTimeLoop, run_virtual
@@ -93,9 +93,13 @@ class SimResult:
 class _Honesty:
     """What only the simulator knows: who really answered, and where each task is."""
 
-    def __init__(self, scorer: SimScorer, tasks: SimTasks, violated: Callable[[str, str], None]) -> None:
+    def __init__(self, scorer: SimScorer, tasks: SimTasks, restored: Restored | None,
+                 violated: Callable[[str, str], None]) -> None:
         self._scorer, self._tasks, self._violated = scorer, tasks, violated
         self._trained = self._failed = 0
+        self._held = len(restored.groups) if restored else 0
+        if restored:
+            scorer.answered.update((member.id, None) for group in restored.groups for member in group.finished)
 
     def on(self, at: float, event: Event) -> None:
         match event:
@@ -110,17 +114,18 @@ class _Honesty:
                 self._failed += "members failed" in reason
 
     def close(self) -> None:
-        drawn, returned = self._tasks.drawn, self._tasks.returned
+        drawn, returned = self._tasks.drawn + self._held, self._tasks.returned
         if drawn != returned + self._trained + self._failed:
             self._violated("I2", f"{drawn} tasks were drawn, {returned} came back, {self._trained} were trained, "
                            f"{self._failed} failed: a task is lost or doubled")
 
 
-class _Run:
-    """All objects of one run, wired."""
+class SimRun:
+    """All objects of one run, wired. To go on after a crash: the checkpoint's version and what the ledger restored."""
 
-    def __init__(self, world: World, seed: int) -> None:
-        self.world, self.seed = world, seed
+    def __init__(self, world: World, seed: int, *, subscribers: Sequence[Subscriber] = (), version: Version = 0,
+                 restored: Restored | None = None) -> None:
+        self.world, self.seed, self._restored = world, seed, restored
         schedule, settings, faults = world.schedule, world.rollout, world.faults
         self.tasks = SimTasks(world.weights, seed=draw(seed, "tasks"), max_turns=world.max_turns,
                               max_tokens=world.max_tokens)
@@ -134,12 +139,13 @@ class _Run:
         self.pool = SimEnvironmentPool(seed=seed, faults=faults, domains=world.domains, violated=violated)
         self.trainer = SimTrainer(seed=seed, faults=faults, violated=violated, publish_s=world.publish_s,
                                   step_s=world.train_step_s)
+        self.trainer.version = version
         self.engines = [self._engine(f"{pool}-{i}", pool) for pool, n in world.engines.items() for i in range(n)]
         self.cluster = SimCluster(self.engines, seed=seed, faults=faults)
         self.buffer = SampleBuffer(batch_groups=settings.batch_groups, alpha=schedule.bound, schedule=schedule.schedule,
-                                   stale=schedule.stale, spare_groups=settings.spare_groups)
-        self.digest, self.honesty = Digest(), _Honesty(self.scorer, self.tasks, violated)
-        self.journal = Journal([self.digest, self.invariants, self.honesty])
+                                   stale=schedule.stale, spare_groups=settings.spare_groups, version=version)
+        self.digest, self.honesty = Digest(), _Honesty(self.scorer, self.tasks, restored, violated)
+        self.journal = Journal([self.digest, self.invariants, self.honesty, *subscribers])
         self.pipeline = self._pipeline()
 
     def _engine(self, id: str, pool: str) -> SimEngine:
@@ -169,9 +175,10 @@ class _Run:
                         checkpoints=SimCheckpoints() if world.pipeline.checkpoint_every else None)
 
     async def main(self) -> tuple[str, float]:
+        """The whole run and the checks at its end; returns how it ended and when (virtual seconds)."""
         self.cluster.begin()
         try:
-            await self.pipeline.run()
+            await self.pipeline.run(self._restored)
         except BaseExceptionGroup as group:
             leaves = _leaves(group)
             if any(isinstance(leaf, Stalled) or not isinstance(leaf, RunError | TrainerLost) for leaf in leaves):
@@ -209,8 +216,8 @@ def simulate(world: World, seed: int) -> SimResult:
     """
     loop = VirtualTimeLoop(time_limit=world.time_limit, jitter_seed=seed if world.jitter else None)
 
-    async def main() -> tuple[_Run, str, float]:
-        run = _Run(world, seed)
+    async def main() -> tuple[SimRun, str, float]:
+        run = SimRun(world, seed)
         return run, *await run.main()
 
     try:
