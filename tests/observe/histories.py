@@ -79,6 +79,8 @@ class World:
         self.open: dict[int, OpenGroup] = {}
         self.ready: dict[int, OpenGroup] = {}
         self.queue: list[Any] = []
+        self.consumed: dict[TrajectoryId, int] = {}
+        """The step that consumed each trained or filtered trajectory."""
 
     def source(self) -> dict[str, Any]:
         return {"drawn": self.drawn, "returned": list(self.returned)}
@@ -161,8 +163,14 @@ class World:
 
     def _end(self, group: OpenGroup, fate: Fate) -> None:
         self._stop_members(group, fate)
-        self._give_up(group, fate)
-        self.emit(ev.GroupEnded(group.id, False, str(fate), self.source()))
+        if self.random.random() < 0.5:
+            self._give_up(group, fate)
+            self.emit(ev.GroupEnded(group.id, False, str(fate), self.source()))
+        else:  # the other order is as good
+            self.returned += [group.task] if fate is not Fate.FAILED else []
+            self.emit(ev.GroupEnded(group.id, False, str(fate), self.source()))
+            if group.good:
+                self.emit(ev.Settled(tuple(m.id for m in group.good), fate, "given up"))
 
     def _step(self) -> None:
         batch = [self.ready.pop(id) for id in sorted(self.ready)[:2]]
@@ -171,6 +179,7 @@ class World:
         self.emit(ev.BatchTaken(self.version, tuple(g.id for g in batch), stale, 0.5))
         filtered = [m for g in batch if len({m.score.value for m in g.good if m.score}) == 1 for m in g.good]
         trained = tuple(m.id for m in members if m not in filtered)
+        self.consumed |= {m.id: self.version for m in members}
         if filtered:
             self.emit(ev.Settled(tuple(m.id for m in filtered), Fate.FILTERED, "all rewards alike", self.version))
         if trained:
@@ -181,6 +190,7 @@ class World:
         self.emit(ev.WeightsPublished(Manifest(self.version, "memory"), 0.2))
         if self.random.random() < 0.5:
             self.checkpoint = self.version
+        if self.checkpoint == self.version and self.random.random() < 0.7:  # else: cut off before it could tell
             self.emit(ev.CheckpointSaved(self.version, f"checkpoints/{self.version:06d}", 0.1))
 
 

@@ -1,13 +1,13 @@
-import asyncio
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from rollart.core.errors import ConfigError
-from rollart.observe.run_folder import CheckpointStore, RunFolder, atomic_write
+from rollart.observe.run_folder import RunFolder, atomic_write
 
 
 def test_a_folder_with_a_run_is_refused_and_resume_is_named(tmp_path):
@@ -65,22 +65,20 @@ def test_a_checkpoint_begun_again_is_not_whole_until_it_is_completed_again(tmp_p
     assert folder.newest_checkpoint() is None
 
 
-def test_the_marker_comes_after_the_trainers_files_and_the_ledger(tmp_path):
-    folder, order = RunFolder(tmp_path), []
+def test_the_marker_is_the_last_thing_written_and_everything_is_synced_before_it(tmp_path, monkeypatch):
+    folder, synced, real = RunFolder(tmp_path), [], os.fsync
 
-    class FakeTrainer:
-        async def save(self, path):
-            (path / "weights").write_bytes(b"w")
-            order.append("saved")
+    def fsync(handle):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        assert folder.newest_checkpoint() is None or synced[-1] == "000007"
+        real(handle)
 
-    def flush():
-        order.append(f"flushed, newest {folder.newest_checkpoint()}")
-
-    store = CheckpointStore(folder, keep=2, flush=flush)
-    path = asyncio.run(store.save(7, {"version": 7}, FakeTrainer()))
-    assert order == ["saved", "flushed, newest None"]
-    assert store.newest() == (7, folder.checkpoints / "000007", {"version": 7})
-    assert path.endswith("000007")
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder.database.write_text("ledger")
+    path = folder.begin_checkpoint(7)
+    (path / "weights").write_bytes(b"w")
+    folder.complete_checkpoint(path, keep=1)
+    assert synced == ["weights", "000007", "run.db", ".complete.part", "000007"]
 
 
 def test_an_atomic_write_leaves_no_part_behind(tmp_path):

@@ -84,11 +84,14 @@ class LedgerView:
 
         Those that were not solved before and are now come first, then those that changed otherwise.
         """
+        ends = "SELECT version, number FROM evaluations WHERE domain = ?"
         rows = self._rows(
             "SELECT a.body, a.version, b.body, b.version FROM eval_trajectories a JOIN eval_trajectories b "
-            "USING (domain, task) WHERE domain = ? AND a.body IS NOT NULL AND b.body IS NOT NULL "
-            "AND (a.version, a.number) < (b.version, b.number) "
-            "ORDER BY coalesce(b.success, 0) - coalesce(a.success, 0) DESC, a.member LIMIT ?", domain, limit)
+            f"USING (domain, task) WHERE (a.version, a.number) = ({ends} ORDER BY 1, 2 LIMIT 1) "
+            f"AND (b.version, b.number) = ({ends} ORDER BY 1 DESC, 2 DESC LIMIT 1) AND a.version < b.version "
+            "AND domain = ? AND a.body IS NOT NULL AND b.body IS NOT NULL "
+            "ORDER BY coalesce(b.success, 0) - coalesce(a.success, 0) DESC, a.member LIMIT ?",
+            domain, domain, domain, limit)
         return [(decode(before), v, decode(after), w) for before, v, after, w in rows]
 
     def trained_samples(self, domain: str) -> list[tuple[Trajectory, int]]:

@@ -12,18 +12,16 @@ change. Waits at most LOCK_SECONDS for the lock.
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rollart.core.errors import ConfigError
-from rollart.core.ports import Trainer
 from rollart.core.types import Version
 
 LOCK_SECONDS = 0.5
@@ -168,29 +166,6 @@ class RunFolder:
 
     def _whole(self) -> list[Version]:
         return sorted(version for version, folder in self._versions().items() if (folder / "complete").exists())
-
-
-class CheckpointStore:
-    """The control plane's Checkpoints, in a run folder: `keep` newest ones; `flush` commits the ledger."""
-
-    def __init__(self, folder: RunFolder, *, keep: int, flush: Callable[[], None]) -> None:
-        if keep < 1:
-            raise ValueError(f"checkpoints to keep: need at least 1, got {keep}")
-        self._folder, self._keep, self._flush = folder, keep, flush
-
-    async def save(self, version: Version, state: Mapping[str, Any], trainer: Trainer) -> str:
-        """Save `trainer`, and `state` (JSON) as state.json beside it; returns the folder's path once it is whole."""
-        folder = await asyncio.to_thread(self._folder.begin_checkpoint, version)
-        await trainer.save(folder)
-        (folder / "state.json").write_text(json.dumps(state, default=dict))
-        self._flush()
-        await asyncio.to_thread(self._folder.complete_checkpoint, folder, self._keep)
-        return str(folder)
-
-    def newest(self) -> tuple[Version, Path, dict[str, Any]] | None:
-        """Version, folder and state of the newest whole checkpoint; None if there is none."""
-        newest = self._folder.newest_checkpoint()
-        return newest and (*newest, json.loads((newest[1] / "state.json").read_text()))
 
 
 def _remove(folder: Path) -> None:

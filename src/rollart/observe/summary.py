@@ -32,9 +32,10 @@ def summarise(run_path: str | Path) -> dict[str, Any]:
     domains = {}
     for name in sorted({*by_domain, *(result["domain"] for result in evaluations)}):
         mine = [result for result in evaluations if result["domain"] == name]
+        later = bool(mine) and mine[-1]["version"] > mine[0]["version"]
         numbers = by_domain.get(name, {"dispatched": 0, "trained": 0})
         domains[name] = {"eval_before": mine[0]["success"] if mine else None,
-                         "eval_after": mine[-1]["success"] if len(mine) > 1 else None,
+                         "eval_after": mine[-1]["success"] if later else None,
                          "eval_tasks": mine[-1]["tasks"] if mine else 0,
                          "dispatched": numbers["dispatched"], "trained": numbers["trained"]}
     return {
