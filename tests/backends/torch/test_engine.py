@@ -9,7 +9,7 @@ import torch
 from rollart.backends.torch.engine import EmbeddedEngine, EngineSettings
 from rollart.backends.torch.transformer import SmallModel, small_model
 from rollart.backends.torch.weights import MemoryWeights, checksum
-from rollart.core.errors import EngineLost, InvariantViolated
+from rollart.core.errors import ConfigError, EngineLost, InvariantViolated
 from rollart.core.tokens import ids, join
 from rollart.core.types import Finish, GenerateRequest, Manifest, Sampling, TrajectoryId
 
@@ -368,7 +368,7 @@ def test_settings_that_cannot_be_are_refused(change):
 
 
 def test_an_engine_refuses_a_context_that_its_model_or_its_budget_has_not():
-    with pytest.raises(ValueError, match="at most the model's 200"):
+    with pytest.raises(ConfigError, match="at most the model's 200; got 300"):
         EmbeddedEngine("e", "p", MODELS[0], MemoryWeights(), EngineSettings(context_tokens=300))
-    with pytest.raises(ValueError, match="kv_tokens 100"):
+    with pytest.raises(ConfigError, match="whole context of 200 tokens; got 100"):
         EmbeddedEngine("e", "p", MODELS[0], MemoryWeights(), EngineSettings(kv_tokens=100))

@@ -20,7 +20,7 @@ import asyncio
 import random
 import threading
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -32,7 +32,7 @@ from rollart.backends.torch.runner import Runner
 from rollart.backends.torch.sampling import Rows, sample
 from rollart.backends.torch.transformer import Transformer
 from rollart.backends.torch.weights import MemoryWeights
-from rollart.core.errors import EngineLost, InvariantViolated
+from rollart.core.errors import ConfigError, EngineLost, InvariantViolated
 from rollart.core.tokens import floats
 from rollart.core.types import Completion, Finish, GenerateRequest, Manifest, TrajectoryId, Version
 
@@ -128,7 +128,8 @@ class _Batch:
 class EmbeddedEngine:
     """The core's `Engine` over a model in this process. `model` gives shape and type; weights come by `load_weights`.
 
-    Until the first `load_weights`, and after `restart`, `generate` raises EngineLost.
+    Until the first `load_weights`, and after `restart`, `generate` raises EngineLost. Raises ConfigError for limits
+    that the model or the KV budget does not have.
     """
 
     def __init__(self, id: str, pool: str, model: Transformer, weights: MemoryWeights,
@@ -136,9 +137,12 @@ class EmbeddedEngine:
         self._id, self._pool, self._weights, self._settings = id, pool, weights, settings
         config = model.config
         self._context = settings.context_tokens or config.context_tokens
-        if self._context > config.context_tokens or settings.kv_tokens < self._context:
-            raise ValueError(f"context_tokens {self._context} must be at most the model's {config.context_tokens} and "
-                             f"kv_tokens {settings.kv_tokens}")
+        if self._context > config.context_tokens:
+            raise ConfigError(f"engine context_tokens must be at most the model's {config.context_tokens}; "
+                              f"got {self._context}")
+        if self._context > settings.kv_tokens:
+            raise ConfigError(f"engine kv_tokens must hold one whole context of {self._context} tokens; "
+                              f"got {settings.kv_tokens}: raise it, or lower context_tokens")
         self._runner = Runner(config, settings.max_concurrent, self._context, model.head.dtype,
                               torch.device(settings.device))
         self._wake = threading.Condition()
@@ -154,7 +158,7 @@ class EmbeddedEngine:
         self._commands.clear()
         self._waiting: deque[_Turn] = deque()
         self._rows: list[_Turn | None] = [None] * self._settings.max_concurrent
-        self._parked: OrderedDict[TrajectoryId, _Parked] = OrderedDict()  # least recently used first
+        self._parked: dict[TrajectoryId, _Parked] = {}  # least recently used first
         self._batch: _Batch | None = None
         self._version: Version | None = None
         self._refuse = _ignore
@@ -381,7 +385,7 @@ class EmbeddedEngine:
                 return
             parked = self._parked.pop(turn.request.trajectory, None)
             while self._held() + turn.reserved > budget:
-                self._parked.popitem(last=False)
+                del self._parked[next(iter(self._parked))]
             row = free.pop(0)
             self._runner.reserve(row + 1, turn.reserved)
             if parked and turn.ids[:len(parked.ids)] == parked.ids:
@@ -472,8 +476,9 @@ class EmbeddedEngine:
         self._rows[row] = None
         self._batch = None
         if turn.keep:
-            self._parked[turn.request.trajectory] = _Parked(turn.ids[:turn.filled], self._runner.take(row, turn.filled))
-            self._parked.move_to_end(turn.request.trajectory)
+            trajectory = turn.request.trajectory
+            self._parked.pop(trajectory, None)  # so that it comes last
+            self._parked[trajectory] = _Parked(turn.ids[:turn.filled], self._runner.take(row, turn.filled))
         turn.done(turn.completion(finish, self._id, self._version or 0))
 
     def check(self) -> None:

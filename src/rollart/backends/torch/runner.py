@@ -19,24 +19,22 @@ from rollart.backends.torch.transformer import ModelConfig, Transformer, rotary,
 from rollart.backends.torch.weights import load_into
 
 
-@dataclass(slots=True)
 class _Norm:
-    """RMS norm as x / hypot(|x|, small) * scale, a third of the CPU time of `F.rms_norm`. Last width N of x."""
+    """RMS norm over the last dimension of x [..., len(weights), N], as x / hypot(|x|, small) * scale: a third of the
+    CPU time of `F.rms_norm`. One weight [N] for hidden states, one per head for queries and keys."""
 
-    weight: Tensor
-    eps: float
+    def __init__(self, weights: Sequence[Tensor], eps: float) -> None:
+        self._weights, self._eps = weights, eps
 
     def refresh(self) -> None:
-        width = self.weight.shape[-1]
-        self.scale = self.weight.float() * math.sqrt(width)
-        self.small = torch.full((1,), math.sqrt(width * self.eps), device=self.weight.device)
-
-    scale: Tensor = None  # type: ignore[assignment]
-    small: Tensor = None  # type: ignore[assignment]
+        """Read the weights again, after they were loaded."""
+        weights = torch.stack([weight.data for weight in self._weights]).float()
+        self._scale = weights * math.sqrt(weights.shape[-1])
+        self._small = torch.full((1,), math.sqrt(weights.shape[-1] * self._eps), device=weights.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        return (x / torch.hypot(length, self.small)).mul_(self.scale).to(x.dtype)
+        return (x / torch.hypot(length, self._small)).mul_(self._scale).to(x.dtype)
 
 
 @dataclass(slots=True)
@@ -51,8 +49,7 @@ class _Layer:
     down: Tensor
     before: _Norm
     after: _Norm
-    q_norm: _Norm | None
-    k_norm: _Norm | None
+    queries_and_keys: _Norm | None
 
 
 def _fuse(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
@@ -72,7 +69,7 @@ class Runner:
         self.model = Transformer(config).to(device, dtype).requires_grad_(False)
         self._limit = (rows, context_tokens + 1)  # one position more: the scratch that padding writes to
         self._layers = [self._layer(layer) for layer in self.model.model.layers]
-        self._norm = _Norm(self.model.model.norm.weight, config.norm_eps)
+        self._norm = _Norm([self.model.model.norm.weight], config.norm_eps)
         self._cos, self._sin = rotary(torch.arange(context_tokens + 1), config.rope.frequencies(config.head_dim), dtype)
         self._cos, self._sin = self._cos.to(device)[:, None], self._sin.to(device)[:, None]
         self._range = torch.arange(context_tokens + 1, device=device)
@@ -87,15 +84,17 @@ class Runner:
             qkv_bias=_fuse([part.bias for part in inputs]) if self.config.qkv_bias else None,
             out=attention.o_proj.weight.data.t(), out_bias=attention.o_proj.bias,
             gate_up=_fuse([mlp.gate_proj.weight, mlp.up_proj.weight]), down=mlp.down_proj.weight.data.t(),
-            before=_Norm(layer.input_layernorm.weight, eps), after=_Norm(layer.post_attention_layernorm.weight, eps),
-            q_norm=_Norm(attention.q_norm.weight, eps) if self.config.qk_norm else None,
-            k_norm=_Norm(attention.k_norm.weight, eps) if self.config.qk_norm else None)
+            before=_Norm([layer.input_layernorm.weight], eps),
+            after=_Norm([layer.post_attention_layernorm.weight], eps),
+            queries_and_keys=_Norm([attention.q_norm.weight] * self.config.heads
+                                   + [attention.k_norm.weight] * self.config.kv_heads, eps)
+            if self.config.qk_norm else None)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy new weights in place. Raises ValueError that names what does not fit, before any change (T9)."""
         load_into(self.model, tensors)
         for layer in self._layers:
-            for norm in (layer.before, layer.after, layer.q_norm, layer.k_norm):
+            for norm in (layer.before, layer.after, layer.queries_and_keys):
                 if norm is not None:
                     norm.refresh()
         self._norm.refresh()
@@ -185,16 +184,18 @@ class Runner:
         cos, sin, places = self._cos[positions], self._sin[positions], places.flatten()
         for i, layer in enumerate(self._layers):
             mixed = F.linear(layer.before(x), layer.qkv, layer.qkv_bias).view(n * t, heads + 2 * kv_heads, width)
-            q, k, v = mixed.split([heads, kv_heads, kv_heads], 1)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = layer.q_norm(q), layer.k_norm(k)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            self._flat[i].index_copy_(0, places, torch.cat([k, v], 1).view(-1, width))
+            turned = mixed[:, :heads + kv_heads]
+            if layer.queries_and_keys is not None:
+                turned = layer.queries_and_keys(turned)
+            turned = rotate(turned, cos, sin)
+            self._flat[i].index_copy_(
+                0, places, torch.cat([turned[:, heads:], mixed[:, heads + kv_heads:]], 1).view(-1, width))
             if i == len(self._layers) - 1 and not last:
                 break
             keys, values = self._kv[i, :, :n, :, :longest] if index is None else (
                 self._kv[i, :, :, :, :longest].index_select(1, index))
-            q = q.view(n, t, kv_heads, groups, width).permute(0, 2, 3, 1, 4).reshape(n * kv_heads, groups * t, width)
+            q = turned[:, :heads].reshape(n, t, kv_heads, groups, width).permute(0, 2, 3, 1, 4).reshape(
+                n * kv_heads, groups * t, width)
             scores = torch.baddbmm(mask, q, keys.flatten(0, 1).transpose(1, 2), beta=beta, alpha=scale).softmax(-1)
             seen = torch.bmm(scores, values.flatten(0, 1)).view(n, kv_heads, groups, t, width)
             x = torch.addmm(x, seen.permute(0, 3, 1, 2, 4).reshape(n * t, heads * width), layer.out)
