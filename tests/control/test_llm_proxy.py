@@ -86,7 +86,6 @@ def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_its_tokens_with_version
     run_virtual(main())
 
 
-@pytest.mark.xfail(strict=True, reason="bug 8: the next engine is asked for 0 tokens")
 def test_a_turn_that_lost_its_engine_with_its_last_token_is_whole() -> None:
     async def main() -> None:
         a, b = FakeEngine("a"), FakeEngine("b")
