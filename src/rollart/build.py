@@ -349,7 +349,7 @@ def _evaluator(recipe: Recipe, services: Services, engine: EmbeddedEngine, envir
     """Evaluation plays the domains as they are, without injected latency, on an engine of its own."""
     if not recipe.evaluation.tasks:
         return None
-    proxy = LLMProxy([engine], {}, journal=Journal([]), changed=changed, wait_seconds=30.0)
+    proxy = LLMProxy([engine], {}, journal=services.journal, changed=changed, wait_seconds=30.0)
     own = dataclasses.replace(services, proxy=proxy, environments=environments, wave=None,
                               sampling=Sampling(temperature=recipe.evaluation.temperature))
     tasks = [recipe.domain(name).task(i, "eval") for i in range(recipe.evaluation.tasks) for name in recipe.domains]

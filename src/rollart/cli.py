@@ -105,8 +105,12 @@ def train(
             folder.resume()
         else:
             folder.create(settings.to_json())
-    with _clear_errors(folder.path), folder:
-        finished = asyncio.run(_train(settings, folder, resume=bool(resume)))
+    with _clear_errors(folder.path):
+        try:
+            with folder:
+                finished = asyncio.run(_train(settings, folder, resume=bool(resume)))
+        finally:
+            _report(folder)
     if not finished:
         errors.print(f"interrupted; continue with: rollart train --resume {folder.path}", highlight=False)
         raise SystemExit(130)
@@ -137,9 +141,7 @@ async def _train(recipe: Recipe, folder: RunFolder, *, resume: bool) -> bool:
     from rollart.observe.ledger import Ledger
     from rollart.observe.metrics import Metrics
     from rollart.observe.progress import ProgressView
-    from rollart.observe.report import render_report, write_report
     from rollart.observe.status import StatusWriter
-    from rollart.observe.summary import write_summary
 
     view = ProgressView(console, f"{recipe.name}: {folder.path}", recipe.schedule.bound)
 
@@ -151,22 +153,26 @@ async def _train(recipe: Recipe, folder: RunFolder, *, resume: bool) -> bool:
         view.note("ending after the step under way; Ctrl-C again ends at once (both can be resumed)")
         run.pipeline.stop()
 
-    try:
-        with view:
-            async with open_run(recipe, folder, resume=resume, subscribers=watchers, progress=view.preparing) as run:
-                status = asyncio.create_task(StatusWriter(folder.path, run.snapshot).run(), name="status")
-                try:
-                    with _signals(lambda: stop(run)):
-                        finished = await run.train()
-                finally:
-                    status.cancel()
-                    await asyncio.wait([status])
-    finally:
-        if folder.database.exists():
-            write_summary(folder.path)
-            write_report(folder.path)
-    console.print(render_report(folder.path))
-    return finished
+    with view:
+        async with open_run(recipe, folder, resume=resume, subscribers=watchers, progress=view.preparing) as run:
+            status = asyncio.create_task(StatusWriter(folder.path, run.snapshot).run(), name="status")
+            try:
+                with _signals(lambda: stop(run)):
+                    return await run.train()
+            finally:
+                status.cancel()
+                await asyncio.wait([status])
+
+
+def _report(folder: RunFolder) -> None:
+    """The end of a run, however it ended: summary.json, report.html and their short form."""
+    from rollart.observe.report import render_report, write_report
+    from rollart.observe.summary import write_summary
+
+    if folder.metrics.exists():
+        write_summary(folder.path)
+        write_report(folder.path)
+        console.print(render_report(folder.path))
 
 
 @contextmanager

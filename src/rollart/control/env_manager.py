@@ -2,7 +2,8 @@
 
 Keeps true: an environment that was opened is closed exactly once, on success, failure and cancellation; whatever goes
 wrong across a port becomes a trajectory with outcome FAILED and an error that names it, never an exception; the
-context only grows, by exact ids; every stage has a deadline, and all stages together `episode_seconds`.
+context only grows, by exact ids; every stage has a deadline, and all stages together `episode_seconds` (pauses between
+openings and barriers do not count).
 Waits for: the environment (open, first, step), the proxy (generate), the scorer.
 """
 
@@ -183,8 +184,9 @@ class EnvManager:
             async with asyncio.timeout(min(limit, left)):
                 return await work
         except TimeoutError:
-            where = f"{self.id} ({self.task.id}) turn {len(self.turns)}"
-            raise failure(f"{where}: {stage} gave no answer within {min(limit, left):.3g} s; "
+            what = f"{stage} gave no answer within {limit:g} s" if limit <= left else (
+                f"the {self._s.settings.episode_seconds:g} s of rollout.episode_seconds were used up in {stage}")
+            raise failure(f"{self.id} ({self.task.id}) turn {len(self.turns)}: {what}; "
                           f"the trajectory is {now() - self.started:.3g} s old") from None
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + now() - self.since

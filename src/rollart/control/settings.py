@@ -124,7 +124,7 @@ class RolloutSettings:
         for name in ("batch_groups", "group_size", "open_attempts", "max_failed_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} must be at least 1; got {getattr(self, name)}")
-        for name in ("spares", "spare_groups", "max_replacements", "context_tokens"):
+        for name in ("spares", "spare_groups", "max_replacements", "context_tokens", "open_backoff_seconds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"rollout.{name} must be 0 or more; got {getattr(self, name)}")
         if not 0 <= self.min_members <= self.group_size:
