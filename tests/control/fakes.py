@@ -26,11 +26,12 @@ from rollart.control.weight_sync import WeightSync
 from rollart.core.changed import Changed
 from rollart.core.clock import now
 from rollart.core.errors import EngineLost, EnvironmentFailed, NoCapacity, ScorerFailed
-from rollart.core.events import Event
+from rollart.core.events import BatchTaken, Event, GroupOpened, Settled, TrajectoryEnded, TrajectoryStarted
 from rollart.core.tokens import floats, ids
 from rollart.core.types import (
     Action,
     Completion,
+    Fate,
     Finish,
     GenerateRequest,
     Manifest,
@@ -86,6 +87,37 @@ class Log:
 
     def times(self, *kinds: type) -> list[float]:
         return [at for at, event in self.rows if isinstance(event, kinds)]
+
+
+class Books:
+    """What the events say is in flight, to be compared with the scheduler's own count after each event."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.checks = rig, 0
+        self.dispatched = 0
+        self.waiting: dict[TrajectoryId, None] = {}
+        rig.log.on = self.on
+
+    def on(self, event: Event) -> None:
+        match event:
+            case GroupOpened(group=group, restored=restored) if restored:
+                for member in self.rig.rollout.groups[group].good:
+                    self.waiting[member.id] = None
+            case TrajectoryStarted(id=id):
+                self.dispatched += 1
+                self.waiting[id] = None
+            case TrajectoryEnded(trajectory=ended, fate=fate) if fate is not Fate.IN_FLIGHT:
+                del self.waiting[ended.id]
+            case Settled(ids=settled):
+                for id in settled:
+                    self.waiting.pop(id, None)
+            case BatchTaken(groups=groups):
+                self.waiting = {id: None for id in self.waiting if id.group not in groups}
+        asyncio.get_running_loop().call_soon(self.check)
+
+    def check(self) -> None:
+        self.checks += 1
+        assert (self.rig.rollout.dispatched, self.rig.rollout.unsettled) == (self.dispatched, len(self.waiting))
 
 
 class FakeEngine:

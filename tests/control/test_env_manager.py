@@ -186,7 +186,6 @@ def test_all_stages_together_have_the_episodes_budget() -> None:
     assert "game/0" in t.error
 
 
-@pytest.mark.xfail(strict=True, reason="bug 16: the error blames the stage")
 def test_the_error_of_a_used_up_budget_names_the_budget() -> None:
     _, t = play(episode_seconds=10.5)  # its turns need 10 s, its score 1
     assert (t.outcome, t.score) == (Outcome.FAILED, None)

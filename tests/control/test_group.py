@@ -173,7 +173,7 @@ def test_the_groups_age_is_that_of_members_that_may_still_be_trained() -> None:
         assert s.group.oldest is None  # nothing sampled yet
         await running
         assert s.group.oldest == 0
-        assert set(s.ages) == {0, None}
+        assert set(s.ages) == {0}
 
     run_virtual(main())
 

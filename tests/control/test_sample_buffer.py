@@ -97,6 +97,18 @@ def test_i4_no_group_is_admitted_beyond_the_slots() -> None:
         b.admit(5, 0)
 
 
+def test_without_overlap_no_slot_is_free_while_the_trainer_works() -> None:
+    b = buffer("sync_plus", batch=1, alpha=0, spare=1)
+    fill(b, 0, 0)
+    assert b.free == 1
+    b.take()
+    assert b.free == 0
+    b.advance(1)
+    assert b.free == 0
+    b.live(1)
+    assert b.free == 2
+
+
 def test_i5_the_trainer_moves_by_one_version() -> None:
     with pytest.raises(InvariantViolated, match="I5"):
         buffer().advance(2)
@@ -229,10 +241,6 @@ class Waiting:
         b.check()
 
 
-BUG_7 = pytest.mark.xfail(strict=True, reason="bug 7: an open group counts as due only once its first turn has ended")
-
-
-@BUG_7
 def test_wait_counts_an_open_group_as_due_from_the_version_it_was_admitted_at() -> None:
     """A long first turn has sampled at version 0 already; the buffer hears of it when the turn ends."""
     b = buffer(batch=1, alpha=1, wait=True)
@@ -245,7 +253,7 @@ def test_wait_counts_an_open_group_as_due_from_the_version_it_was_admitted_at() 
     assert b.note(1, 0), "the group missed its bound"
 
 
-@pytest.mark.parametrize("late", [False, pytest.param(True, marks=BUG_7)])
+@pytest.mark.parametrize("late", [False, True])
 def test_wait_never_lets_a_group_miss_its_bound_and_never_dead_locks(late: bool) -> None:
     @settings(max_examples=200, deadline=None, derandomize=True, phases=[Phase.generate])
     @given(seed=st.integers(0, 2**32), batch=st.integers(1, 3), alpha=st.integers(0, 3), moves=st.integers(20, 150))

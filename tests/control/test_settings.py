@@ -41,7 +41,7 @@ def test_a_wrong_schedule_is_refused(wrong: dict[str, object], message: str) -> 
     ("spare_groups", -1), ("max_replacements", -1), ("context_tokens", -1), ("min_members", 9), ("min_members", -1),
     ("open_seconds", 0.0), ("generate_seconds", 0.0), ("environment_seconds", -1.0), ("score_seconds", 0.0),
     ("close_seconds", 0.0), ("episode_seconds", 0.0), ("stall_seconds", float("nan")),
-    pytest.param("open_backoff_seconds", -1.0, marks=pytest.mark.xfail(strict=True, reason="bug 15: accepted")),
+    ("open_backoff_seconds", -1.0),
 ])
 def test_a_wrong_rollout_setting_is_refused_and_named_with_what_was_got(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"rollout\.{name} .*got {value}") as caught:

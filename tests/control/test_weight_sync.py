@@ -117,13 +117,12 @@ def test_a_publish_without_an_answer_loses_the_trainer_at_its_deadline() -> None
     run_virtual(main())
 
 
-@pytest.mark.xfail(strict=True, reason="bug 9: retire has no deadline")
 def test_a_retire_without_an_answer_loses_the_trainer_at_a_deadline() -> None:
     async def main() -> None:
         s = Setup()
         await s.to(0)
         s.trainer.retire = lambda manifest: hang()  # type: ignore[method-assign, assignment]
-        with pytest.raises(TrainerLost, match="retire of version 0"):
+        with pytest.raises(TrainerLost, match="retiring version 0: no answer in 100 s"):
             await s.to(1)
 
     run_virtual(main())
