@@ -30,9 +30,10 @@ import torch
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.torch.chat import ByteChat
 from rollart.backends.torch.checkpoint import save_model
-from rollart.backends.torch.learner import LearnerSettings, TorchTrainer, make_optimizer
+from rollart.backends.torch.learner import TorchTrainer, make_optimizer
 from rollart.backends.torch.losses import clip_loss
-from rollart.backends.torch.transformer import SmallModel, Transformer, small_model
+from rollart.backends.torch.settings import LearnerSettings, SmallModel
+from rollart.backends.torch.transformer import Transformer, small_model
 from rollart.backends.torch.weights import MemoryWeights
 from rollart.core.tokens import floats, ids
 from rollart.core.types import Sample, TrainBatch, TrajectoryId
@@ -159,7 +160,7 @@ def measure(entrants: dict[str, Callable[[], float]], tokens: int, repeats: int)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trajectories", type=int, default=64)
+    parser.add_argument("--trajectories", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--micro-batch-tokens", type=int, default=LearnerSettings().micro_batch_tokens)
