@@ -15,10 +15,7 @@ from typing import Any
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.process.environments import ProcessSettings
 from rollart.backends.process.scorer import ScorerSettings
-from rollart.backends.torch.engine import EngineSettings
-from rollart.backends.torch.learner import LearnerSettings
-from rollart.backends.torch.transformer import SmallModel
-from rollart.backends.torch.warm_start import WarmStartSettings
+from rollart.backends.torch.settings import EngineSettings, LearnerSettings, SmallModel, WarmStartSettings
 from rollart.config.toml import build, nearest, override, read_toml
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import RolloutSettings, ScheduleSettings

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from rollart.backends.torch.chat import ByteChat, load_chat
 from rollart.backends.torch.checkpoint import load_model, save_model
-from rollart.backends.torch.transformer import SmallModel, small_model
+from rollart.backends.torch.settings import SmallModel
+from rollart.backends.torch.transformer import small_model
 from rollart.core.errors import ConfigError
 from rollart.core.types import Message
 

@@ -6,8 +6,9 @@ import random
 import pytest
 import torch
 
-from rollart.backends.torch.engine import EmbeddedEngine, EngineSettings
-from rollart.backends.torch.transformer import SmallModel, small_model
+from rollart.backends.torch.engine import EmbeddedEngine
+from rollart.backends.torch.settings import EngineSettings, SmallModel
+from rollart.backends.torch.transformer import small_model
 from rollart.backends.torch.weights import MemoryWeights, checksum
 from rollart.core.errors import ConfigError, EngineLost, InvariantViolated
 from rollart.core.tokens import ids, join

@@ -10,9 +10,10 @@ import torch
 
 from rollart.algo.samples import make_batch
 from rollart.algo.settings import AlgoSettings
-from rollart.backends.torch.learner import LearnerSettings, TorchTrainer, choose_device, rate_at
+from rollart.backends.torch.learner import TorchTrainer, choose_device, rate_at
 from rollart.backends.torch.losses import action_logprobs, pack_sequences, policy_loss
-from rollart.backends.torch.transformer import SmallModel, small_model
+from rollart.backends.torch.settings import LearnerSettings, SmallModel
+from rollart.backends.torch.transformer import small_model
 from rollart.backends.torch.weights import MemoryWeights
 from rollart.core.clock import stream
 from rollart.core.errors import ConfigError, InvariantViolated, TrainerLost
@@ -356,7 +357,12 @@ def test_schedules():
     assert 0 < rate_at(9, "cosine", 0, 10) < 0.05
 
 
-@pytest.mark.parametrize("bad", [{"learning_rate": 0.0}, {"schedule": "cosine"}, {"precision": "fp8"}, {"threads": 0},
+def test_a_falling_schedule_needs_its_length():
+    with pytest.raises(ConfigError, match="cosine needs total_steps"):
+        TorchTrainer(model(), LearnerSettings(schedule="cosine"), AlgoSettings(), MemoryWeights())
+
+
+@pytest.mark.parametrize("bad", [{"learning_rate": 0.0}, {"precision": "fp8"}, {"threads": 0},
                                  {"schedule": "linear", "warmup_steps": 5, "total_steps": 5}, {"beta2": 1.0},
                                  {"total_steps": 5}, {"minibatches": 0}, {"max_grad_norm": -1.0}])
 def test_settings_name_the_field_that_is_wrong(bad):

@@ -16,7 +16,8 @@ from rollart.backends.torch.losses import (
     pack_sequences,
     policy_loss,
 )
-from rollart.backends.torch.transformer import SmallModel, small_model
+from rollart.backends.torch.settings import SmallModel
+from rollart.backends.torch.transformer import small_model
 
 CPU = torch.device("cpu")
 SYMMETRIC = {"clip_low": 0.2, "clip_high": 0.2}

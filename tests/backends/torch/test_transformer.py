@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rollart.backends.torch.transformer import ModelConfig, SmallModel, Transformer, packing, small_model
+from rollart.backends.torch.settings import SmallModel
+from rollart.backends.torch.transformer import ModelConfig, Transformer, packing, small_model
 from rollart.core.errors import ConfigError
 
 TINY = SmallModel(layers=2, width=32, heads=4, kv_heads=2, mlp=32, vocabulary=50)

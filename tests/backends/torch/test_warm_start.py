@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from rollart.backends.torch.transformer import SmallModel, small_model
-from rollart.backends.torch.warm_start import WarmStartSettings, cached, imitate, store
+from rollart.backends.torch.settings import SmallModel, WarmStartSettings
+from rollart.backends.torch.transformer import small_model
+from rollart.backends.torch.warm_start import cached, imitate, store
 from rollart.core.errors import ConfigError
 
 SHAPE = SmallModel(layers=2, width=32, heads=2, kv_heads=1, mlp=48, vocabulary=20)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rollart.backends.torch.transformer import SmallModel, small_model
+from rollart.backends.torch.settings import SmallModel
+from rollart.backends.torch.transformer import small_model
 from rollart.backends.torch.weights import MemoryWeights, checksum, load_into
 from rollart.core.errors import EngineLost
 

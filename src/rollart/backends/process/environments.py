@@ -7,7 +7,6 @@ process, for the opening and for each step, each with its own deadline.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -30,39 +30,12 @@ from torch import Tensor
 
 from rollart.backends.torch.runner import Runner
 from rollart.backends.torch.sampling import Rows, sample
+from rollart.backends.torch.settings import EngineSettings
 from rollart.backends.torch.transformer import Transformer
 from rollart.backends.torch.weights import MemoryWeights
 from rollart.core.errors import ConfigError, EngineLost, InvariantViolated
 from rollart.core.tokens import floats
 from rollart.core.types import Completion, Finish, GenerateRequest, Manifest, TrajectoryId, Version
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """An embedded engine's limits.
-
-    threads: CPU threads of its steps. max_concurrent: trajectories that run at once. context_tokens: longest context
-    with its completion, in tokens; 0 takes the model's. kv_tokens: tokens of keys and values, running (reserved up to
-    their limit) and kept between turns together. prefill_chunk: tokens of prefill between two decode steps.
-    device: a torch device. answer_seconds: longest wait for the thread to obey suspend, load, resume or close.
-    """
-
-    threads: int = 1
-    max_concurrent: int = 64
-    context_tokens: int = 0
-    kv_tokens: int = 131_072
-    prefill_chunk: int = 1024
-    device: str = "cpu"
-    answer_seconds: float = 120.0
-
-    def __post_init__(self) -> None:
-        for name in ("threads", "max_concurrent", "kv_tokens", "prefill_chunk", "answer_seconds"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
-        if self.context_tokens < 0:
-            raise ValueError(f"context_tokens must be 0 (the model's) or more; got {self.context_tokens}")
-        if self.kv_tokens < self.context_tokens:
-            raise ValueError(f"kv_tokens must hold one whole context of {self.context_tokens}; got {self.kv_tokens}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from rollart.backends.torch.losses import (
     pack_sequences,
     policy_loss,
 )
+from rollart.backends.torch.settings import LearnerSettings
 from rollart.backends.torch.transformer import Transformer
 from rollart.backends.torch.weights import MemoryWeights, load_into
 from rollart.core.clock import stream
@@ -51,68 +52,7 @@ from rollart.core.types import Manifest, Sample, StepReport, TrainBatch, Version
 SKIPS_IN_A_ROW = 5
 """So many updates without a finite gradient, one after the other, and the learner is lost."""
 
-Schedule = Literal["constant", "linear", "cosine"]
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearnerSettings:
-    """How the learner steps. Raises ValueError.
-
-    learning_rate: AdamW's, after the warm-up. schedule: constant, or linear / cosine down to 0 at `total_steps`.
-    warmup_steps: steps of linear warm-up. total_steps: length of linear and cosine, in steps; 0 with constant.
-    beta1, beta2, eps: AdamW's. weight_decay: decoupled, per unit of learning rate; matrices only, not norms and biases.
-    max_grad_norm: the gradient's norm is clipped to it; 0 is off.
-    micro_batch_tokens: packed tokens per forward and backward pass; it changes memory and speed, never the result.
-    minibatches: optimizer steps per batch. threads: CPU threads of the learner's thread.
-    precision: float32, bfloat16 (autocast; weights and log-probabilities stay float32), or auto: bfloat16 where the
-        hardware has it. device: cpu, cuda, cuda:1, ..., or auto: cuda if there is one.
-    """
-
-    learning_rate: float = 3e-4
-    schedule: Schedule = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 0
-    beta1: float = 0.9
-    beta2: float = 0.99
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    micro_batch_tokens: int = 4096
-    minibatches: int = 1
-    threads: int = 1
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name} must be a finite number above 0; got {getattr(self, name)!r}")
-        for name in ("weight_decay", "max_grad_norm"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name} must be a finite number >= 0; got {getattr(self, name)!r}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)!r}")
-        for name in ("micro_batch_tokens", "minibatches", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}")
-        check_schedule(self.schedule, self.warmup_steps, self.total_steps)
-        if self.precision not in ("auto", "float32", "bfloat16"):
-            raise ValueError(f"precision must be auto, float32 or bfloat16; got {self.precision!r}")
-
-
-def check_schedule(schedule: str, warmup_steps: int, total_steps: int) -> None:
-    """Raises ValueError for a schedule that `rate_at` cannot follow."""
-    if schedule not in ("constant", "linear", "cosine"):
-        raise ValueError(f"schedule must be constant, linear or cosine; got {schedule!r}")
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps must be at least 0; got {warmup_steps!r}")
-    if schedule != "constant" and total_steps <= warmup_steps:
-        raise ValueError(f"schedule {schedule} needs total_steps above warmup_steps; "
-                         f"got {total_steps} and {warmup_steps}")
-    if schedule == "constant" and total_steps:
-        raise ValueError(f"total_steps means nothing to schedule constant; got {total_steps}: set it to 0")
 
 
 def rate_at(step: int, schedule: str, warmup_steps: int, total_steps: int) -> float:
@@ -210,6 +150,8 @@ class TorchTrainer:
     def __init__(self, model: Transformer, settings: LearnerSettings, algo: AlgoSettings, weights: MemoryWeights, *,
                  temperature: float = 1.0, seed: int = 0, export: Callable[[Path], None] | None = None,
                  reference: Transformer | None = None) -> None:
+        if settings.schedule != "constant" and not settings.total_steps:
+            raise ConfigError(f"schedule {settings.schedule} needs total_steps, its length; got 0")
         if not temperature > 0:
             raise ConfigError(f"training needs a sampling temperature above 0; got {temperature:g}")
         if bool(algo.kl_coefficient) != (reference is not None):

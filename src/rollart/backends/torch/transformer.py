@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rollart.backends.torch.settings import SmallModel
 from rollart.core.errors import ConfigError
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -291,48 +292,19 @@ class Transformer(nn.Module):
         return F.linear(hidden, self.head)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SmallModel:
-    """A decoder made on the spot, about 1.3 million parameters by default.
-
-    family: `qwen3` or `llama`. layers, heads, kv_heads: counts; heads is a multiple of kv_heads.
-    width: hidden width; it is a multiple of 2 * heads. mlp: inner width of the feed-forward part.
-    vocabulary: number of token ids (the byte tokenizer has 262). context_tokens: longest context in tokens.
-    """
-
-    family: str = "qwen3"
-    layers: int = 4
-    width: int = 192
-    heads: int = 4
-    kv_heads: int = 1
-    mlp: int = 384
-    vocabulary: int = 262
-    context_tokens: int = 1024
-
-    def __post_init__(self) -> None:
-        if self.family not in ("qwen3", "llama"):
-            raise ValueError(f"family must be qwen3 or llama; got {self.family!r}")
-        for name in ("layers", "width", "heads", "kv_heads", "mlp", "vocabulary", "context_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads must be a multiple of kv_heads; got {self.heads} and {self.kv_heads}")
-        if self.width % (2 * self.heads):
-            raise ValueError(f"width must be a multiple of 2 * heads; got {self.width} and {self.heads} heads")
-
-    @property
-    def config(self) -> ModelConfig:
-        return ModelConfig(family=self.family, vocabulary=self.vocabulary, width=self.width, mlp=self.mlp,
-                           layers=self.layers, heads=self.heads, kv_heads=self.kv_heads,
-                           head_dim=self.width // self.heads, context_tokens=self.context_tokens, tied=True,
-                           qk_norm=self.family == "qwen3")
+def small_config(small: SmallModel) -> ModelConfig:
+    """The shape of a small model: tied embeddings, query and key norms for qwen3."""
+    return ModelConfig(family=small.family, vocabulary=small.vocabulary, width=small.width, mlp=small.mlp,
+                       layers=small.layers, heads=small.heads, kv_heads=small.kv_heads,
+                       head_dim=small.width // small.heads, context_tokens=small.context_tokens, tied=True,
+                       qk_norm=small.family == "qwen3")
 
 
 def small_model(settings: SmallModel, seed: int) -> Transformer:
     """A fresh model, float32 on the CPU: normal weights of deviation 0.02, residual projections / sqrt(2 * layers)
     (Radford et al. 2019), norms 1. The same for the same seed; the global random state is left alone."""
     with torch.device("meta"):
-        model = Transformer(settings.config)
+        model = Transformer(small_config(settings))
     model = model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -12,56 +12,19 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from rollart.backends.torch.learner import apply_gradient, autocast, make_optimizer, rate_at, sync_folder
 from rollart.backends.torch.losses import action_logprobs, pack_sequences
+from rollart.backends.torch.settings import WarmStartSettings
 from rollart.backends.torch.transformer import Transformer
 from rollart.core.clock import stream
 from rollart.core.errors import ConfigError
 
 MARKER = "complete"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmStartSettings:
-    """Imitation before reinforcement. Raises ValueError.
-
-    demonstrations: episodes per domain. error_rate: share of random actions in them, for all domains; error_rates:
-        the same for single domains by name, where it differs. passes: times that each demonstration is used.
-    batch_tokens: tokens per optimizer step. learning_rate: AdamW's, after a warm-up over the first twentieth of the
-        steps. schedule: constant, or linear / cosine down to 0 at the end. weight_decay: of matrices, per unit of
-        learning rate. seed: of the order of sequences, and of the demonstrations.
-    """
-
-    demonstrations: int = 512
-    error_rate: float = 0.3
-    error_rates: Mapping[str, float] = field(default_factory=dict)
-    passes: int = 4
-    batch_tokens: int = 4096
-    learning_rate: float = 2e-3
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    weight_decay: float = 0.01
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("demonstrations", "passes", "batch_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}")
-        for name, rate in (("error_rate", self.error_rate), *((f"error_rates.{d}", r) for d, r in
-                                                              self.error_rates.items())):
-            if not 0 <= rate <= 1:
-                raise ValueError(f"{name} must be a share between 0 and 1; got {rate!r}")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise ValueError(f"learning_rate must be a finite number above 0; got {self.learning_rate!r}")
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise ValueError(f"weight_decay must be a finite number >= 0; got {self.weight_decay!r}")
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ValueError(f"schedule must be constant, linear or cosine; got {self.schedule!r}")
 
 
 def imitate(model: Transformer, sequences: Sequence[tuple[Sequence[int], Sequence[int]]],

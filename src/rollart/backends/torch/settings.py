@@ -1,0 +1,169 @@
+"""What a user may choose about the embedded model, engine, learner and warm start.
+
+Imports nothing heavy: a recipe is checked without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallModel:
+    """A decoder made on the spot, about 1.3 million parameters by default.
+
+    family: `qwen3` or `llama`. layers, heads, kv_heads: counts; heads is a multiple of kv_heads.
+    width: hidden width; it is a multiple of 2 * heads. mlp: inner width of the feed-forward part.
+    vocabulary: number of token ids (the byte tokenizer has 262). context_tokens: longest context in tokens.
+    """
+
+    family: str = "qwen3"
+    layers: int = 4
+    width: int = 192
+    heads: int = 4
+    kv_heads: int = 1
+    mlp: int = 384
+    vocabulary: int = 262
+    context_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.family not in ("qwen3", "llama"):
+            raise ValueError(f"family must be qwen3 or llama; got {self.family!r}")
+        for name in ("layers", "width", "heads", "kv_heads", "mlp", "vocabulary", "context_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads; got {self.heads} and {self.kv_heads}")
+        if self.width % (2 * self.heads):
+            raise ValueError(f"width must be a multiple of 2 * heads; got {self.width} and {self.heads} heads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """An embedded engine's limits.
+
+    threads: CPU threads of its steps. max_concurrent: trajectories that run at once. context_tokens: longest context
+    with its completion, in tokens; 0 takes the model's. kv_tokens: tokens of keys and values, running (reserved up to
+    their limit) and kept between turns together. prefill_chunk: tokens of prefill between two decode steps.
+    device: a torch device. answer_seconds: longest wait for the thread to obey suspend, load, resume or close.
+    """
+
+    threads: int = 1
+    max_concurrent: int = 64
+    context_tokens: int = 0
+    kv_tokens: int = 131_072
+    prefill_chunk: int = 1024
+    device: str = "cpu"
+    answer_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "max_concurrent", "kv_tokens", "prefill_chunk", "answer_seconds"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+        if self.context_tokens < 0:
+            raise ValueError(f"context_tokens must be 0 (the model's) or more; got {self.context_tokens}")
+        if self.kv_tokens < self.context_tokens:
+            raise ValueError(f"kv_tokens must hold one whole context of {self.context_tokens}; got {self.kv_tokens}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerSettings:
+    """How the learner steps. Raises ValueError.
+
+    learning_rate: AdamW's, after the warm-up. schedule: constant, or linear / cosine down to 0 at `total_steps`.
+    warmup_steps: steps of linear warm-up. total_steps: length of linear and cosine, in steps; 0: the whole
+        run.
+    beta1, beta2, eps: AdamW's. weight_decay: decoupled, per unit of learning rate; matrices only, not norms and biases.
+    max_grad_norm: the gradient's norm is clipped to it; 0 is off.
+    micro_batch_tokens: packed tokens per forward and backward pass; it changes memory and speed, never the result.
+    minibatches: optimizer steps per batch. threads: CPU threads of the learner's thread.
+    precision: float32, bfloat16 (autocast; weights and log-probabilities stay float32), or auto: bfloat16 where the
+        hardware has it. device: cpu, cuda, cuda:1, ..., or auto: cuda if there is one.
+    """
+
+    learning_rate: float = 3e-4
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 4096
+    minibatches: int = 1
+    threads: int = 1
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name} must be a finite number above 0; got {getattr(self, name)!r}")
+        for name in ("weight_decay", "max_grad_norm"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name} must be a finite number >= 0; got {getattr(self, name)!r}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)!r}")
+        for name in ("micro_batch_tokens", "minibatches", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}")
+        check_schedule(self.schedule, self.warmup_steps, self.total_steps)
+        if self.precision not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"precision must be auto, float32 or bfloat16; got {self.precision!r}")
+
+
+def check_schedule(schedule: str, warmup_steps: int, total_steps: int) -> None:
+    """Raises ValueError for a schedule that `rate_at` cannot follow."""
+    if schedule not in ("constant", "linear", "cosine"):
+        raise ValueError(f"schedule must be constant, linear or cosine; got {schedule!r}")
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps must be at least 0; got {warmup_steps!r}")
+    if schedule != "constant" and total_steps and total_steps <= warmup_steps:
+        raise ValueError(f"schedule {schedule} needs total_steps above warmup_steps; "
+                         f"got {total_steps} and {warmup_steps}")
+    if schedule == "constant" and total_steps:
+        raise ValueError(f"total_steps means nothing to schedule constant; got {total_steps}: set it to 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartSettings:
+    """Imitation before reinforcement. Raises ValueError.
+
+    demonstrations: episodes per domain. error_rate: share of random actions in them, for all domains; error_rates:
+        the same for single domains by name, where it differs. passes: times that each demonstration is used.
+    batch_tokens: tokens per optimizer step. learning_rate: AdamW's, after a warm-up over the first twentieth of the
+        steps. schedule: constant, or linear / cosine down to 0 at the end. weight_decay: of matrices, per unit of
+        learning rate. seed: of the order of sequences, and of the demonstrations.
+    """
+
+    demonstrations: int = 512
+    error_rate: float = 0.3
+    error_rates: Mapping[str, float] = field(default_factory=dict)
+    passes: int = 4
+    batch_tokens: int = 4096
+    learning_rate: float = 2e-3
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    weight_decay: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("demonstrations", "passes", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}")
+        for name, rate in (("error_rate", self.error_rate), *((f"error_rates.{d}", r) for d, r in
+                                                              self.error_rates.items())):
+            if not 0 <= rate <= 1:
+                raise ValueError(f"{name} must be a share between 0 and 1; got {rate!r}")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"learning_rate must be a finite number above 0; got {self.learning_rate!r}")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ValueError(f"weight_decay must be a finite number >= 0; got {self.weight_decay!r}")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(f"schedule must be constant, linear or cosine; got {self.schedule!r}")

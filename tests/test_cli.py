@@ -1,0 +1,218 @@
+"""What a person sees who makes a mistake: one clear line, exit code 2, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from helpers import command, environment, rollart, tiny_recipe
+
+
+def refused(result: subprocess.CompletedProcess[str], *parts: str, code: int = 2) -> None:
+    assert result.returncode == code, (result.returncode, result.stderr, result.stdout)
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    for part in parts:
+        assert part in lines[0]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished tiny run."""
+    folder = tmp_path_factory.mktemp("finished")
+    result = rollart("train", tiny_recipe(folder, steps=2, extra=""), "--run", folder / "run", "--set",
+                     "evaluation.tasks=2", "--set", "pipeline.eval_every=1")
+    assert result.returncode == 0, result.stderr
+    return folder / "run"
+
+
+@pytest.mark.parametrize(("assignment", "parts"), [
+    ("pipeline.stepz=3", ("pipeline.stepz", "did you mean steps?")),
+    ("pipelin.steps=3", ("pipelin", "did you mean pipeline?")),
+    ("rollout.episode_minutes=3", ("rollout.episode_minutes", "episode_seconds")),
+    ("rollout.batch_trajectories=64", ("rollout.batch_trajectories", "batch_groups")),
+    ("domains.frozen_lake.sise=3", ("sise", "did you mean 'size'?")),
+    ("domains.frozen_lak.size=3", ("frozen_lak", "did you mean 'frozen_lake'?")),
+    ("domains.frozen_lake.latency.mean_second=3", ("mean_second", "mean_seconds")),
+    ("pipeline.steps=many", ("pipeline.steps", "integer", "many")),
+    ("pipeline.steps=0", ("steps >= 1",)),
+    ("rollout.group_size=1", ("rollout.group_size", "at least 2", "got 1")),
+    ("learner.minibatches=3", ("2 groups", "3 equal parts", "2 % 3")),
+    ("schedule.name=fast", ("schedule.name", "rollart", "'fast'")),
+    ("schedule.alpha=-1", ("schedule.alpha", "-1")),
+    ("model.path=/nowhere/model", ("/nowhere/model", "model.path")),
+    ("nonsense", ("key=value", "'nonsense'")),
+])
+def test_a_wrong_key_value_or_size_is_one_clear_line(tmp_path, assignment, parts):
+    run = tmp_path / "run"
+    sets = ["--set", assignment]
+    if assignment.startswith("model.path"):
+        sets += ["--set", "model.small.layers=4", "--set", "model.small.width=192"]
+    recipe = tiny_recipe(tmp_path)
+    if assignment.startswith("model.path"):
+        recipe.write_text(re.sub(r"\[model.small\][^\[]*", "", recipe.read_text()))
+        sets = ["--set", assignment]
+    refused(rollart("train", recipe, "--run", run, *sets), *parts)
+    assert not (run / "run.db").exists() or assignment.startswith("model.path")
+
+
+def test_sync_with_a_staleness_bound_of_its_own_is_refused(tmp_path):
+    refused(rollart("train", tiny_recipe(tmp_path), "--dry-run", "--set", "schedule.name=sync", "--set",
+                    "schedule.alpha=2"), "sync", "alpha = 0", "got 2")
+
+
+def test_a_recipe_that_is_missing_or_no_toml_is_named(tmp_path):
+    refused(rollart("train", tmp_path / "none.toml"), "none.toml", "does not exist")
+    (tmp_path / "bad.toml").write_text("steps = = 3")
+    refused(rollart("train", tmp_path / "bad.toml"), "bad.toml", "not valid TOML", "line 1")
+
+
+def test_an_unsupported_model_folder_is_named_with_what_is_supported(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    recipe = tiny_recipe(tmp_path)
+    recipe.write_text(re.sub(r"\[model.small\][^\[]*", "", recipe.read_text()))
+    refused(rollart("train", recipe, "--run", tmp_path / "run", "--set", f"model.path={tmp_path / 'model'}"),
+            "gpt2", "llama")
+
+
+def test_a_dry_run_writes_nothing(tmp_path):
+    result = rollart("train", tiny_recipe(tmp_path), "--run", tmp_path / "run", "--dry-run")
+    assert result.returncode == 0
+    assert "3 steps of 2 groups x 4 = 8 trajectories" in result.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_written_config_makes_the_same_run(finished):
+    from rollart.config.recipe import from_tables
+
+    tables = json.loads((finished / "config.json").read_text())
+    assert json.loads(json.dumps(from_tables(tables).to_json())) == tables
+
+
+def test_a_finished_run_has_a_complete_summary_and_a_report(finished):
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["wall_seconds"] > 0
+    assert set(summary["domains"]) == {"frozen_lake", "calculator"}
+    for figures in summary["domains"].values():
+        assert figures["eval_tasks"] == 2
+        assert figures["eval_before"] is not None
+        assert figures["eval_after"] is not None
+    ledger = dict(summary["ledger"])
+    assert ledger["trained"] + ledger["filtered"] == 16
+    assert ledger.pop("dispatched") == sum(ledger.values())
+    assert ledger["in_flight"] == 0
+    assert summary["staleness"]["bound"] == 1
+    assert summary["staleness"]["max"] <= 1
+    assert 0 <= summary["trainer_idle_fraction"] <= 1
+    tokens = summary["tokens"]
+    assert tokens["generated"] == tokens["trained"] + tokens["wasted"]
+    assert summary["logprob_gap_step0"] < 1e-4
+    page = (finished / "report.html").read_text()
+    assert "frozen_lake" in page
+    assert not re.search(r"(src|href)=[\"']https?:", page)
+
+
+def test_the_checkpoint_is_a_hugging_face_folder_that_transformers_loads(finished):
+    transformers = pytest.importorskip("transformers")
+    checkpoint = next((finished / "checkpoints").iterdir())
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    assert model.config.vocab_size >= len(tokenizer)
+
+
+def test_two_runs_in_one_folder_are_refused(finished, tmp_path):
+    refused(rollart("train", tiny_recipe(tmp_path), "--run", finished), "--resume", str(finished))
+
+
+def test_a_resume_while_the_run_lives_is_refused(tmp_path):
+    run = tmp_path / "run"
+    process = subprocess.Popen(command("train", tiny_recipe(tmp_path, steps=1000), "--run", run),
+                               stdout=subprocess.PIPE, text=True, env=environment())
+    try:
+        assert process.stdout.readline()
+        refused(rollart("train", "--resume", run), str(process.pid), str(run))
+        shown = rollart("status", run)
+        assert shown.returncode == 0
+        assert f"running (process {process.pid})" in shown.stdout
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_database_of_another_version_is_refused_with_what_to_do(finished, tmp_path):
+    import shutil
+
+    other = tmp_path / "other"
+    shutil.copytree(finished, other)
+    with sqlite3.connect(other / "run.db") as db:
+        db.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
+    refused(rollart("train", "--resume", other), "99", "start a new one")
+
+
+def test_resume_and_eval_of_what_is_not_there_are_refused(tmp_path):
+    refused(rollart("train", "--resume", tmp_path / "none"), "none", "holds no run")
+    refused(rollart("train"), "RECIPE", "--resume")
+    refused(rollart("eval", tmp_path / "none"), "none", "--recipe")
+    refused(rollart("status", tmp_path / "none"), "none")
+
+
+def test_eval_plays_a_runs_newest_checkpoint(finished):
+    result = rollart("eval", finished, "--tasks", "3", "--json")
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout)
+    assert {name: f["tasks"] for name, f in figures.items()} == {"frozen_lake": 3, "calculator": 3}
+
+
+def test_a_report_port_in_use_is_one_clear_line(finished):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused(rollart("report", finished, "--serve", port), str(port), "free port")
+
+
+def test_a_full_disk_ends_the_run_with_one_clear_line_that_says_how_to_go_on(tmp_path):
+    """A file-size limit stands in for the full disk: SQLite and the checkpoint meet the same kind of error."""
+    run = tmp_path / "run"
+    start = " ".join(command("train", tiny_recipe(tmp_path, steps=400), "--run", run))
+    limited = subprocess.run(
+        ["bash", "-c", f"ulimit -f 200; exec {start}"],
+        capture_output=True, text=True, timeout=240, check=False, env=environment())
+    assert limited.returncode == 1, (limited.returncode, limited.stderr)
+    assert len(limited.stderr.strip().splitlines()) == 1, limited.stderr
+    assert f"--resume {run}" in limited.stderr
+    after = rollart("train", "--resume", run, "--set", "pipeline.steps=3")
+    assert after.returncode == 0, after.stderr
+
+
+def test_scripted_and_random_players_play_in_the_terminal():
+    solved = rollart("envs", "play", "calculator", "--who", "script")
+    assert solved.returncode == 0
+    assert solved.stdout.strip().endswith("solved")
+    assert "not solved" not in solved.stdout
+    listed = rollart("envs", "list")
+    assert all(name in listed.stdout for name in ("frozen_lake", "guess", "calculator"))
+    refused(rollart("envs", "play", "gess"), "guess")
+
+
+def test_doctor_says_what_is_installed():
+    result = rollart("doctor")
+    assert result.returncode == 0
+    assert "torch" in result.stdout
+    assert "ready" in result.stdout
+
+
+def test_loading_a_recipe_imports_nothing_heavy(tmp_path):
+    code = ("import sys; from pathlib import Path; from rollart.config.recipe import load_recipe; "
+            f"load_recipe(Path({str(tiny_recipe(tmp_path))!r})); "
+            "assert not {'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules), sorted(sys.modules)")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
