@@ -134,9 +134,9 @@ def forgotten_wake_up(original):
 
 @mutant(RolloutScheduler, "_closed", "I4", "Stalled")
 def slot_of_a_dropped_group_never_freed(original):
-    def closed(self, group, task):
+    def closed(self, group, *rest):
         with patch.object(self._buffer, "discard", lambda id: None):
-            original(self, group, task)
+            original(self, group, *rest)
     return closed
 
 
@@ -186,18 +186,18 @@ def weights_swapped_without_suspend(original):
 
 @mutant(RolloutScheduler, "_closed", "I2")
 def task_not_put_back(original):
-    def closed(self, group, task):
+    def closed(self, group, *rest):
         with patch.object(self._tasks, "put_back", lambda task: None):
-            original(self, group, task)
+            original(self, group, *rest)
     return closed
 
 
 @mutant(RolloutScheduler, "_closed", "I2")
 def task_of_a_trained_group_put_back(original):
-    def closed(self, group, task):
+    def closed(self, group, *rest):
         if group.kept:
             self._tasks.put_back(group.task)
-        original(self, group, task)
+        original(self, group, *rest)
     return closed
 
 
