@@ -231,6 +231,23 @@ def test_stop_ends_what_runs_and_keeps_or_settles_what_has_finished(keep: bool) 
     run_virtual(main())
 
 
+@pytest.mark.xfail(strict=True, reason="bug 20: finished members of open groups are no longer counted")
+def test_finished_members_that_wait_for_a_resume_stay_counted() -> None:
+    pool = FakePool(trouble=lambda stage, number: "hang" if stage == "step" and number % 2 else "")
+
+    async def main() -> None:
+        rig = Rig(rollout=small(), pool=pool)
+        await rig.serve()
+        async with asyncio.TaskGroup() as nursery:
+            rolling = nursery.create_task(rig.rollout.run(nursery))
+            await asyncio.sleep(20.0)
+            rolling.cancel()
+            await rig.rollout.stop(keep=True)
+        assert (rig.rollout.unsettled, rig.rollout.dispatched) == (2, 4)
+
+    run_virtual(main())
+
+
 # -- restore ---------------------------------------------------------------------------------------------------------
 
 
