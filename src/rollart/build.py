@@ -36,7 +36,7 @@ from rollart.core.errors import ConfigError, InvariantViolated, RollArtError
 from rollart.core.events import Event, RunEnded, StepEnded
 from rollart.core.ports import EnvironmentPool, Trainer
 from rollart.core.tokens import Counted, floats, ids, join
-from rollart.core.types import Completion, EvalResult, Finish, Manifest, Restored, Sampling, Version
+from rollart.core.types import Completion, EvalResult, Finish, Manifest, Restored, Version
 from rollart.envs.demonstrations import Demonstration, demonstrations
 from rollart.envs.latency import InjectedLatency
 from rollart.observe.invariants import Bounds, Invariants
@@ -97,6 +97,18 @@ def first_policy(recipe: Recipe, progress: Progress = lambda *_: None) -> Policy
                      lambda step, steps, loss: progress("warm start", step, steps, loss))
         found = warm.store(cache_folder(), key, lambda folder: save_model(policy.model, folder, policy.chat))
     return load_policy(found)
+
+
+def _context(recipe: Recipe, policy: Policy) -> int:
+    """The longest trajectory in tokens. Raises ConfigError where model, chat and settings do not fit together."""
+    model, needed = policy.model.config, policy.chat.vocabulary_size
+    if model.vocabulary < needed:
+        raise ConfigError(f"the chat has {needed} token ids, the model {model.vocabulary}: raise its vocabulary")
+    context = recipe.rollout.context_tokens or recipe.engine.context_tokens or model.context_tokens
+    if context > model.context_tokens:
+        raise ConfigError(f"a context of {context} tokens was asked for, the model has {model.context_tokens}: lower "
+                          "rollout.context_tokens or engine.context_tokens")
+    return context
 
 
 def cache_folder() -> Path:
@@ -253,7 +265,7 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
 
         check = LedgerCheck(ledger)
         journal = Journal([_invariants(recipe), ledger, *subscribers(ledger), check])
-        context = recipe.rollout.context_tokens or recipe.engine.context_tokens or policy.model.config.context_tokens
+        context = _context(recipe, policy)
         trainer, weights = _trainer(recipe, policy)
         stack.callback(trainer.close)
         if checkpoint:
@@ -351,7 +363,7 @@ def _evaluator(recipe: Recipe, services: Services, engine: EmbeddedEngine, envir
         return None
     proxy = LLMProxy([engine], {}, journal=services.journal, changed=changed, wait_seconds=30.0)
     own = dataclasses.replace(services, proxy=proxy, environments=environments, wave=None,
-                              sampling=Sampling(temperature=recipe.evaluation.temperature))
+                              sampling=recipe.evaluation.sampling)
     tasks = [recipe.domain(name).task(i, "eval") for i in range(recipe.evaluation.tasks) for name in recipe.domains]
     return Evaluator(own, tasks, concurrent=recipe.evaluation.concurrent)
 
@@ -373,7 +385,7 @@ async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[Eva
         scorer = ProcessScorer({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
         stack.push_async_callback(scorer.close)
         journal = Journal([])
-        context = recipe.rollout.context_tokens or recipe.engine.context_tokens or policy.model.config.context_tokens
+        context = _context(recipe, policy)
         services = Services(proxy=LLMProxy([engine], {}, journal=journal, changed=Changed()),
                             environments=environments, renderer=policy.chat, scorer=scorer, journal=journal,
                             settings=dataclasses.replace(recipe.rollout, context_tokens=context),

@@ -239,6 +239,7 @@ def status(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
     with _clear_errors():
         from rollart.observe.status import render_status
 
+        RunFolder(run).read_config()
         console.print(render_status(run))
 
 

@@ -35,15 +35,15 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """tasks: held-out tasks per domain (0: no evaluation). concurrent: episodes at once. temperature: of sampling."""
+    """tasks: held-out tasks per domain (0: no evaluation). concurrent: episodes at once. sampling: how they sample."""
 
     tasks: int = 64
     concurrent: int = 64
-    temperature: float = 1.0
+    sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
-        if self.tasks < 0 or self.concurrent < 1 or self.temperature < 0:
-            raise ValueError(f"needs tasks >= 0, concurrent >= 1, temperature >= 0; got {self}")
+        if self.tasks < 0 or self.concurrent < 1:
+            raise ValueError(f"needs tasks >= 0 and concurrent >= 1; got {self.tasks} and {self.concurrent}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +180,13 @@ def _check(recipe: Recipe) -> None:
                           f"{rollout.group_size}")
     if recipe.model.path and recipe.model.small != SmallModel():
         raise ConfigError("model.path and model.small exclude each other: remove one")
+    if recipe.sampling != Sampling(temperature=recipe.sampling.temperature) or not recipe.sampling.temperature:
+        raise ConfigError("the learner recomputes the log-probs of what was sampled, so training needs a temperature above "
+                          f"0, top_p = 1 and top_k = 0; got {recipe.sampling}")
+    scoring = recipe.reward.score_seconds * (1 + recipe.reward.retries)
+    if scoring > rollout.score_seconds:
+        raise ConfigError(f"reward.score_seconds x (1 + reward.retries) = {scoring:g} s does not fit into "
+                          f"rollout.score_seconds = {rollout.score_seconds:g} s")
     if not recipe.pools:
         raise ConfigError("at least one pool of engines is needed, for example [pools.default]")
     for pool, settings in recipe.pools.items():

@@ -136,17 +136,18 @@ class EnvManager:
             completion = await self._within("generate", settings.generate_seconds, EngineLost,
                                             s.proxy.generate(request))
             text = s.renderer.text(completion)
+            nothing: Tokens = Counted(0) if isinstance(context, Counted) else ids()
+            self.turns.append(Turn(completion, text, Observation(), nothing))
+            s.journal.emit(TurnEnded(self.id, turn, completion.engine, len(completion.tokens), completion.oldest,
+                                     completion.newest))
+            self._on_turn(self)
             if wave:
                 await wave.arrive(f"{self.id} before the environment")
             observation = await self._within("environment", settings.environment_seconds, EnvironmentFailed,
                                              environment.step(Action(text, completion.finish is Finish.LENGTH)))
             last = observation.done or turn + 1 == self.task.max_turns
-            nothing: Tokens = Counted(0) if isinstance(context, Counted) else ids()
             reply = nothing if last else s.renderer.reply(completion, observation.messages)
-            self.turns.append(Turn(completion, text, observation, reply))
-            s.journal.emit(TurnEnded(self.id, turn, completion.engine, len(completion.tokens), completion.oldest,
-                                     completion.newest))
-            self._on_turn(self)
+            self.turns[-1] = Turn(completion, text, observation, reply)
             if observation.done:
                 return Outcome.TRUNCATED if observation.truncated else Outcome.FINISHED
             context = join(context, completion.tokens, reply)

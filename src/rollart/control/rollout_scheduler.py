@@ -202,6 +202,11 @@ class RolloutScheduler:
         if running:
             await asyncio.wait(running)
             await asyncio.sleep(0)  # the done-callbacks
+        while self._restored and not keep:
+            left = self._restored.popleft()
+            self._settle(left.finished, Fate.CANCELLED, "the run has ended")
+            self._tasks.put_back(left.task)
+            self._s.journal.emit(GroupEnded(left.id, False, "the run has ended", self._tasks.state()))
 
     @property
     def stall_seconds(self) -> float:
@@ -217,6 +222,7 @@ class RolloutScheduler:
     def unsettled(self) -> int:
         """Trajectories that are running or wait in an open group or in the buffer (not those in training)."""
         return (sum(group.in_flight for group in self.groups.values())
+                + sum(len(left.finished) for left in self._restored)
                 + sum(len(group.members) for group in self._buffer.ready.values()))
 
     def in_flight(self) -> list[InFlight]:
