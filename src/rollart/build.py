@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollart.backends.process.environments import ProcessEnvironments
 from rollart.backends.process.scorer import ProcessScorer
-from rollart.config.recipe import Recipe, cores
+from rollart.config.recipe import Recipe
 from rollart.control.env_manager import Services
 from rollart.control.evaluation import Evaluator
 from rollart.control.llm_proxy import LLMProxy
@@ -81,6 +81,7 @@ def first_policy(recipe: Recipe, progress: Progress = lambda *_: None) -> Policy
     from rollart.backends.torch import warm_start as warm
     from rollart.backends.torch.chat import ByteChat
     from rollart.backends.torch.checkpoint import save_model
+    from rollart.backends.torch.threads import available
     from rollart.backends.torch.transformer import small_model
 
     if recipe.model.path:
@@ -93,7 +94,7 @@ def first_policy(recipe: Recipe, progress: Progress = lambda *_: None) -> Policy
     found = warm.cached(cache_folder(), key)
     if found is None:
         sequences = _imitation(recipe, policy.chat)
-        warm.imitate(policy.model, sequences, recipe.warm_start, cores(),
+        warm.imitate(policy.model, sequences, recipe.warm_start, len(available()),
                      lambda step, steps, loss: progress("warm start", step, steps, loss))
         found = warm.store(cache_folder(), key, lambda folder: save_model(policy.model, folder, policy.chat))
     return load_policy(found)
@@ -321,6 +322,7 @@ def group_slots(recipe: Recipe) -> int:
 def _trainer(recipe: Recipe, policy: Policy) -> tuple[TorchTrainer, MemoryWeights]:
     from rollart.backends.torch.checkpoint import save_model
     from rollart.backends.torch.learner import TorchTrainer
+    from rollart.backends.torch.threads import shares
     from rollart.backends.torch.weights import MemoryWeights
 
     weights = MemoryWeights()
@@ -330,14 +332,16 @@ def _trainer(recipe: Recipe, policy: Policy) -> tuple[TorchTrainer, MemoryWeight
     trainer = TorchTrainer(policy.model, settings, recipe.algorithm, weights,
                            temperature=recipe.sampling.temperature, seed=draw(recipe.seed, "learner"),
                            export=lambda folder: save_model(policy.model, folder, policy.chat),
-                           reference=first_policy(recipe).model if recipe.algorithm.kl_coefficient else None)
+                           reference=first_policy(recipe).model if recipe.algorithm.kl_coefficient else None,
+                           cores=shares()[1])
     return trainer, weights
 
 
 def _engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: MemoryWeights) -> EmbeddedEngine:
     from rollart.backends.torch.engine import EmbeddedEngine
+    from rollart.backends.torch.threads import shares
 
-    return EmbeddedEngine(id, pool, policy.model, weights, recipe.engine)
+    return EmbeddedEngine(id, pool, policy.model, weights, recipe.engine, shares()[0])
 
 
 def _environments(recipe: Recipe) -> ProcessEnvironments:

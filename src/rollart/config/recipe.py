@@ -6,7 +6,6 @@ Keeps true: what is written to a run's config.json builds the same recipe again.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,9 +179,10 @@ def _check(recipe: Recipe) -> None:
                           f"{rollout.group_size}")
     if recipe.model.path and recipe.model.small != SmallModel():
         raise ConfigError("model.path and model.small exclude each other: remove one")
-    if recipe.sampling != Sampling(temperature=recipe.sampling.temperature) or not recipe.sampling.temperature:
-        raise ConfigError("the learner recomputes the log-probs of what was sampled, so training needs a temperature above "
-                          f"0, top_p = 1 and top_k = 0; got {recipe.sampling}")
+    sampling = recipe.sampling
+    if not sampling.temperature or sampling.top_p != 1 or sampling.top_k:
+        raise ConfigError("the learner recomputes the log-probs of what was sampled, so sampling needs temperature > "
+                          f"0, top_p = 1 and top_k = 0; got {sampling}")
     scoring = recipe.reward.score_seconds * (1 + recipe.reward.retries)
     if scoring > rollout.score_seconds:
         raise ConfigError(f"reward.score_seconds x (1 + reward.retries) = {scoring:g} s does not fit into "
@@ -198,8 +198,3 @@ def _check(recipe: Recipe) -> None:
     if limit and needed >= limit:
         raise ConfigError(f"an action of {needed} tokens does not fit a context of {limit} tokens: raise "
                           "engine.context_tokens or lower the domain's max_tokens")
-
-
-def cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -361,7 +361,7 @@ def test_a_turn_goes_on_from_its_partial_on_another_engine():
     running(test)
 
 
-@pytest.mark.parametrize("change", [{"threads": 0}, {"max_concurrent": 0}, {"kv_tokens": 10, "context_tokens": 20},
+@pytest.mark.parametrize("change", [{"threads": -1}, {"max_concurrent": 0}, {"kv_tokens": 10, "context_tokens": 20},
                                     {"prefill_chunk": 0}, {"context_tokens": -1}, {"answer_seconds": 0}])
 def test_settings_that_cannot_be_are_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):

@@ -21,7 +21,7 @@ import random
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -31,6 +31,7 @@ from torch import Tensor
 from rollart.backends.torch.runner import Runner
 from rollart.backends.torch.sampling import Rows, sample
 from rollart.backends.torch.settings import EngineSettings
+from rollart.backends.torch.threads import claim
 from rollart.backends.torch.transformer import Transformer
 from rollart.backends.torch.weights import MemoryWeights
 from rollart.core.errors import ConfigError, EngineLost, InvariantViolated
@@ -105,9 +106,9 @@ class EmbeddedEngine:
     that the model or the KV budget does not have.
     """
 
-    def __init__(self, id: str, pool: str, model: Transformer, weights: MemoryWeights,
-                 settings: EngineSettings) -> None:
-        self._id, self._pool, self._weights, self._settings = id, pool, weights, settings
+    def __init__(self, id: str, pool: str, model: Transformer, weights: MemoryWeights, settings: EngineSettings,
+                 cores: Sequence[int] = ()) -> None:
+        self._id, self._pool, self._weights, self._settings, self._cores = id, pool, weights, settings, cores
         config = model.config
         self._context = settings.context_tokens or config.context_tokens
         if self._context > config.context_tokens:
@@ -296,7 +297,7 @@ class EmbeddedEngine:
     # Steps, on the engine's thread.
 
     def _run(self) -> None:
-        torch.set_num_threads(self._settings.threads)
+        claim(self._settings.threads, self._cores)
         try:
             with torch.inference_mode():
                 while not self._closing:

@@ -43,6 +43,7 @@ from rollart.backends.torch.losses import (
     policy_loss,
 )
 from rollart.backends.torch.settings import LearnerSettings
+from rollart.backends.torch.threads import claim
 from rollart.backends.torch.transformer import Transformer
 from rollart.backends.torch.weights import MemoryWeights, load_into
 from rollart.core.clock import stream
@@ -149,7 +150,7 @@ class TorchTrainer:
 
     def __init__(self, model: Transformer, settings: LearnerSettings, algo: AlgoSettings, weights: MemoryWeights, *,
                  temperature: float = 1.0, seed: int = 0, export: Callable[[Path], None] | None = None,
-                 reference: Transformer | None = None) -> None:
+                 reference: Transformer | None = None, cores: Sequence[int] = ()) -> None:
         if settings.schedule != "constant" and not settings.total_steps:
             raise ConfigError(f"schedule {settings.schedule} needs total_steps, its length; got 0")
         if not temperature > 0:
@@ -170,7 +171,7 @@ class TorchTrainer:
                                          weight_decay=settings.weight_decay)
         self._skipped = 0  # in a row
         self._stop = threading.Event()
-        self._thread = ThreadPoolExecutor(1, "learner", torch.set_num_threads, (settings.threads,))
+        self._thread = ThreadPoolExecutor(1, "learner", claim, (settings.threads, cores))
         self._publisher = ThreadPoolExecutor(1, "publish", torch.set_num_threads, (1,))  # copies and sums, no more
         self._copy = self._snapshot()
 

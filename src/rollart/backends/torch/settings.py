@@ -47,13 +47,14 @@ class SmallModel:
 class EngineSettings:
     """An embedded engine's limits.
 
-    threads: CPU threads of its steps. max_concurrent: trajectories that run at once. context_tokens: longest context
-    with its completion, in tokens; 0 takes the model's. kv_tokens: tokens of keys and values, running (reserved up to
-    their limit) and kept between turns together. prefill_chunk: tokens of prefill between two decode steps.
-    device: a torch device. answer_seconds: longest wait for the thread to obey suspend, load, resume or close.
+    threads: CPU threads of its steps (0: its share of the cores). max_concurrent: trajectories that run at once.
+    context_tokens: longest context with its completion, in tokens; 0 takes the model's. kv_tokens: tokens of keys and
+    values, running (reserved up to their limit) and kept between turns together. prefill_chunk: tokens of prefill
+    between two decode steps. device: a torch device. answer_seconds: longest wait for the thread to obey suspend,
+    load, resume or close.
     """
 
-    threads: int = 1
+    threads: int = 0
     max_concurrent: int = 64
     context_tokens: int = 0
     kv_tokens: int = 131_072
@@ -62,9 +63,11 @@ class EngineSettings:
     answer_seconds: float = 120.0
 
     def __post_init__(self) -> None:
-        for name in ("threads", "max_concurrent", "kv_tokens", "prefill_chunk", "answer_seconds"):
+        for name in ("max_concurrent", "kv_tokens", "prefill_chunk", "answer_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+        if self.threads < 0:
+            raise ValueError(f"threads must be 0 (its share of the cores) or more; got {self.threads}")
         if self.context_tokens < 0:
             raise ValueError(f"context_tokens must be 0 (the model's) or more; got {self.context_tokens}")
         if self.kv_tokens < self.context_tokens:
@@ -81,7 +84,8 @@ class LearnerSettings:
     beta1, beta2, eps: AdamW's. weight_decay: decoupled, per unit of learning rate; matrices only, not norms and biases.
     max_grad_norm: the gradient's norm is clipped to it; 0 is off.
     micro_batch_tokens: packed tokens per forward and backward pass; it changes memory and speed, never the result.
-    minibatches: optimizer steps per batch. threads: CPU threads of the learner's thread.
+    minibatches: optimizer steps per batch. threads: CPU threads it computes with (0: its share of the
+        cores).
     precision: float32, bfloat16 (autocast; weights and log-probabilities stay float32), or auto: bfloat16 where the
         hardware has it. device: cpu, cuda, cuda:1, ..., or auto: cuda if there is one.
     """
@@ -97,7 +101,7 @@ class LearnerSettings:
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 4096
     minibatches: int = 1
-    threads: int = 1
+    threads: int = 0
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"
 
@@ -111,9 +115,11 @@ class LearnerSettings:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)!r}")
-        for name in ("micro_batch_tokens", "minibatches", "threads"):
+        for name in ("micro_batch_tokens", "minibatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}")
+        if self.threads < 0:
+            raise ValueError(f"threads must be 0 (its share of the cores) or more; got {self.threads!r}")
         check_schedule(self.schedule, self.warmup_steps, self.total_steps)
         if self.precision not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"precision must be auto, float32 or bfloat16; got {self.precision!r}")
