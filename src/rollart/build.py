@@ -298,11 +298,12 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
                          for name, entry in recipe.domains.items()}, draw(recipe.seed, "tasks"))
         rollout = RolloutScheduler(services, buffer, tasks, changed)
         sync = WeightSync(trainer, proxy, journal)
-        supervisor = Supervisor(LocalCluster(engines), proxy, sync, changed)
+        cluster = LocalCluster([*engines, eval_engine])
+        supervisor = Supervisor(cluster, proxy, sync, changed)
         pipeline = Pipeline(recipe.pipeline, algo=recipe.algorithm, buffer=buffer, changed=changed, rollout=rollout,
                             sync=sync, supervisor=supervisor, trainer=trainer, tasks=tasks, journal=journal,
                             checkpoints=FolderCheckpoints(folder, ledger, recipe.keep_checkpoints),
-                            evaluator=_evaluator(recipe, services, eval_engine, environments, changed))
+                            evaluator=_evaluator(recipe, services, eval_engine, environments, changed, cluster))
         check.rollout, check.before = rollout, ledger.counts()["dispatched"]
         yield Run(recipe, folder, pipeline, proxy, environments, engines, trainer, ledger, journal, restored)
 
@@ -361,7 +362,7 @@ def _with_latency(recipe: Recipe, pool: EnvironmentPool) -> EnvironmentPool:
 
 
 def _evaluator(recipe: Recipe, services: Services, engine: EmbeddedEngine, environments: EnvironmentPool,
-               changed: Changed) -> Evaluator | None:
+               changed: Changed, cluster: LocalCluster | None = None) -> Evaluator | None:
     """Evaluation plays the domains as they are, without injected latency, on an engine of its own."""
     if not recipe.evaluation.tasks:
         return None
@@ -369,7 +370,7 @@ def _evaluator(recipe: Recipe, services: Services, engine: EmbeddedEngine, envir
     own = dataclasses.replace(services, proxy=proxy, environments=environments, wave=None,
                               sampling=recipe.evaluation.sampling)
     tasks = [recipe.domain(name).task(i, "eval") for i in range(recipe.evaluation.tasks) for name in recipe.domains]
-    return Evaluator(own, tasks, concurrent=recipe.evaluation.concurrent)
+    return Evaluator(own, tasks, concurrent=recipe.evaluation.concurrent, cluster=cluster)
 
 
 async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[EvalResult, ...]:

@@ -9,27 +9,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rollart.control.env_manager import EnvManager, Services
 from rollart.control.weight_sync import WeightSync
 from rollart.core.clock import now
-from rollart.core.errors import InvariantViolated
+from rollart.core.errors import EngineLost, InvariantViolated, NoCapacity
 from rollart.core.events import EvalEnded, EvalStarted, EvalTrajectory
+from rollart.core.ports import Cluster
 from rollart.core.types import EvalResult, Manifest, Task, Trajectory, TrajectoryId
 
 
 class Evaluator:
-    """`services.proxy` must lead to engines that only the evaluator updates. `concurrent`: episodes at once."""
+    """`services.proxy` must lead to engines that only the evaluator updates; `cluster` starts a lost one again.
 
-    def __init__(self, services: Services, tasks: Sequence[Task], *, concurrent: int = 64) -> None:
+    `concurrent`: episodes at once.
+    """
+
+    def __init__(self, services: Services, tasks: Sequence[Task], *, concurrent: int = 64,
+                 cluster: Cluster | None = None) -> None:
         if concurrent < 1:
             raise ValueError(f"evaluation needs at least 1 concurrent episode; got {concurrent}")
-        self._s, self._tasks, self._concurrent = services, tasks, concurrent
+        self._s, self._tasks, self._concurrent, self._cluster = services, tasks, concurrent, cluster
         self.number = 0
         self.results: list[tuple[EvalResult, ...]] = []
 
     async def run(self, manifest: Manifest, sync: WeightSync | None = None) -> tuple[EvalResult, ...]:
-        """Play every task once; one result per domain, in the tasks' order. Failed episodes count as not solved."""
+        """Play every task once; one result per domain, in the tasks' order. Failed episodes count as not solved.
+
+        Without an engine that comes up there is no evaluation: no result, rather than a success of 0.
+        """
         number, self.number = self.number, self.number + 1
         started = now()
         proxy = self._s.proxy
@@ -37,10 +46,12 @@ class Evaluator:
             sync.pin(manifest)
         try:
             for engine in proxy.engines:
-                await proxy.bring_up(engine, manifest, lambda: manifest)
+                await self._bring_up(engine, manifest)
         finally:
             if sync:
                 await sync.unpin(manifest)
+        if not proxy.routing.live:
+            return ()
         self._s.journal.emit(EvalStarted(number, manifest.version, len(self._tasks)))
         room = asyncio.Semaphore(self._concurrent)
 
@@ -58,6 +69,13 @@ class Evaluator:
         self.results.append(results)
         self._s.journal.emit(EvalEnded(number, manifest.version, results, now() - started))
         return results
+
+    async def _bring_up(self, engine: str, manifest: Manifest) -> None:
+        proxy = self._s.proxy
+        if not await proxy.bring_up(engine, manifest, lambda: manifest) and self._cluster:
+            with suppress(NoCapacity, EngineLost):
+                await self._cluster.restart(engine)
+                await proxy.bring_up(engine, manifest, lambda: manifest)
 
 
 def summarise(trajectories: Sequence[Trajectory], version: int) -> tuple[EvalResult, ...]:

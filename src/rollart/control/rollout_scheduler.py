@@ -58,7 +58,9 @@ class RolloutScheduler:
         self._restored: deque[Unfinished] = deque()
         self._next = 0
         self._failed_in_a_row = 0
+        self._last_failure = ""
         self._dispatched = 0
+        self._left = 0  # finished members of groups that an interrupted run leaves for its resume
         self._stopping = False
 
     def restore(self, restored: Restored) -> None:
@@ -170,12 +172,14 @@ class RolloutScheduler:
         self._dispatched += group.dispatched
         if group.id in self._buffer.open:
             self._buffer.discard(group.id)
-        if self._stopping:
-            return  # the group and its good members survive the run: resume goes on with them
+        if self._stopping:  # the group and its good members survive the run: resume goes on with them
+            self._left += 0 if group.kept else len(group.good)
+            return
         if not group.kept:
             group.give_up()
             if group.end_fate is Fate.FAILED:
                 self._failed_in_a_row += 1
+                self._last_failure = group.end_reason
             else:
                 self._tasks.put_back(group.task)
         self._s.journal.emit(GroupEnded(group.id, group.kept, "" if group.kept else group.end_reason,
@@ -185,7 +189,7 @@ class RolloutScheduler:
     def _check_failures(self) -> None:
         if self._failed_in_a_row >= self._settings.max_failed_groups:
             raise RunError(f"{self._failed_in_a_row} groups in a row were given up (rollout.max_failed_groups = "
-                           f"{self._settings.max_failed_groups}); see the failure reasons in the run's report")
+                           f"{self._settings.max_failed_groups}); the last one: {self._last_failure}")
 
     def drop(self, ids: Sequence[int], fate: Fate, reason: str) -> None:
         """End open groups that nobody will train."""
@@ -221,7 +225,7 @@ class RolloutScheduler:
     @property
     def unsettled(self) -> int:
         """Trajectories that are running or wait in an open group or in the buffer (not those in training)."""
-        return (sum(group.in_flight for group in self.groups.values())
+        return (self._left + sum(group.in_flight for group in self.groups.values())
                 + sum(len(left.finished) for left in self._restored)
                 + sum(len(group.members) for group in self._buffer.ready.values()))
 

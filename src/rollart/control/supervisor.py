@@ -47,7 +47,8 @@ class Supervisor:
     async def _watch(self) -> None:
         while True:
             engine = await self._cluster.wait_lost()
-            self._proxy.mark_down(engine, "the cluster reports it lost")
+            if engine in self._proxy.engines:  # others, as those of an evaluation, have their own ways
+                self._proxy.mark_down(engine, "the cluster reports it lost")
 
     async def _mend(self, engine: str) -> None:
         reason = "it never came up"
