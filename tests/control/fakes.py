@@ -26,7 +26,7 @@ from rollart.control.weight_sync import WeightSync
 from rollart.core.changed import Changed
 from rollart.core.clock import now
 from rollart.core.errors import EngineLost, EnvironmentFailed, NoCapacity, ScorerFailed
-from rollart.core.events import BatchTaken, Event, GroupOpened, Settled, TrajectoryEnded, TrajectoryStarted
+from rollart.core.events import BatchTaken, Event, GroupReady, Settled, TrajectoryEnded, TrajectoryStarted
 from rollart.core.tokens import floats, ids
 from rollart.core.types import (
     Action,
@@ -90,19 +90,20 @@ class Log:
 
 
 class Books:
-    """What the events say is in flight, to be compared with the scheduler's own count after each event."""
+    """What the events say is in flight, to be compared with the scheduler's own count after each event.
 
-    def __init__(self, rig: Rig) -> None:
+    Make it right before `restored` is handed over.
+    """
+
+    def __init__(self, rig: Rig, restored: Restored | None = None) -> None:
         self.rig, self.checks = rig, 0
         self.dispatched = 0
-        self.waiting: dict[TrajectoryId, None] = {}
+        self.waiting = {member.id: None for group in (restored.groups if restored else ()) for member in group.finished}
+        self.ready: dict[int, list[TrajectoryId]] = {}
         rig.log.on = self.on
 
     def on(self, event: Event) -> None:
         match event:
-            case GroupOpened(group=group, restored=restored) if restored:
-                for member in self.rig.rollout.groups[group].good:
-                    self.waiting[member.id] = None
             case TrajectoryStarted(id=id):
                 self.dispatched += 1
                 self.waiting[id] = None
@@ -111,8 +112,11 @@ class Books:
             case Settled(ids=settled):
                 for id in settled:
                     self.waiting.pop(id, None)
-            case BatchTaken(groups=groups):
-                self.waiting = {id: None for id in self.waiting if id.group not in groups}
+            case GroupReady(group=group):
+                self.ready[group.id] = [member.id for member in group.members]
+            case BatchTaken(groups=groups):  # in training; spares of these groups may still close
+                for id in [id for group in groups for id in self.ready[group]]:
+                    del self.waiting[id]
         asyncio.get_running_loop().call_soon(self.check)
 
     def check(self) -> None:

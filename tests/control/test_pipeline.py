@@ -132,7 +132,7 @@ def fates(rig: Rig) -> dict[TrajectoryId, Fate]:
 def test_every_schedule_trains_exactly_what_it_should_and_tells_one_fate_each(
         name: str, stale: StalePolicy, faults: Faults) -> None:
     for seed in range(2):
-        rig = play(lambda seed=seed: sim(name, stale, faults=faults, seed=seed))  # type: ignore[misc]
+        rig = play(lambda seed=seed: sim(name, stale, faults=faults, seed=seed, spares=seed))  # type: ignore[misc]
         told = fates(rig)
         assert sorted(told) == sorted(e.id for e in rig.log.of(TrajectoryStarted))
         assert sum(fate is Fate.TRAINED for fate in told.values()) == len(staleness(rig)) == 4 * 3 * 3
@@ -285,8 +285,9 @@ def test_stopped_at_any_moment_it_ends_cleanly_and_a_resume_loses_and_repeats_no
 
     async def go_on(before: Rig) -> Rig:
         rig = sim(name, stale, faults=STORMY, steps=4, version=before.buffer.version)
-        Books(rig)
-        assert await rig.run(interrupted(before)) == []
+        restored = interrupted(before)
+        Books(rig, restored)
+        assert await rig.run(restored) == []
         check_end(rig)
         return rig
 
@@ -353,7 +354,8 @@ def test_s2_one_hung_environment_of_16_changes_no_step_beyond_its_replacement_an
     assert [b - a for a, b in itertools.pairwise(hung)][2:] == pytest.approx(steps[2:], abs=0.2)
     failed = [e.trajectory for e in rig.log.of(TrajectoryEnded) if e.fate is Fate.FAILED]
     assert [str(t.id) for t in failed] == ["g1.1"]
-    assert "g1.1 (game/1) turn 0: environment gave no answer within 30 s" in failed[0].error
+    assert failed[0].error.startswith("EnvironmentFailed: g1.1 (game/1) turn ")
+    assert "environment gave no answer within 30 s" in failed[0].error
 
 
 @pytest.mark.parametrize(("verb", "message"), [

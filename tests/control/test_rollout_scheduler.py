@@ -39,8 +39,8 @@ def play(story: Callable[[Rig], Awaitable[None]], *, restored: Restored | None =
 
     async def main() -> Rig:
         rig = Rig(**{"rollout": small(), **parts})
-        books = None if crashes else Books(rig)
         await rig.serve()
+        books = None if crashes else Books(rig, restored)
         if restored:
             rig.rollout.restore(restored)
         async with asyncio.TaskGroup() as nursery:
@@ -358,8 +358,8 @@ def test_what_runs_is_told_oldest_first_with_stage_and_age() -> None:
         assert rig.rollout.explain() == "no trajectory is running"
         await asyncio.sleep(30.0)
         (one,) = rig.rollout.in_flight()
-        assert (str(one.id), one.task, one.stage, one.turns, one.oldest) == ("g1.0", "game/1", "environment", 0, None)
+        assert (str(one.id), one.task, one.stage, one.turns, one.oldest) == ("g1.0", "game/1", "environment", 1, 0)
         assert (one.age_seconds, one.stage_seconds) == (30.0, 25.0)
-        assert rig.rollout.explain() == "g1.0 (game/1) in environment for 25 s, 30 s old, 0 turns"
+        assert rig.rollout.explain() == "g1.0 (game/1) in environment for 25 s, 30 s old, 1 turns"
 
     play(story, pool=pool)
