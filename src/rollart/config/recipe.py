@@ -105,7 +105,7 @@ class Recipe:
         return plain
 
 
-_SECTIONS: dict[str, Any] = {
+SECTIONS: dict[str, Any] = {
     "pipeline": PipelineSettings, "schedule": ScheduleSettings, "rollout": RolloutSettings, "sampling": Sampling,
     "algorithm": AlgoSettings, "learner": LearnerSettings, "model": ModelSettings, "warm_start": WarmStartSettings,
     "engine": EngineSettings, "environments": ProcessSettings, "reward": ScorerSettings,
@@ -123,7 +123,7 @@ def load_recipe(path: Path, assignments: Sequence[str] = ()) -> Recipe:
 def from_tables(tables: Mapping[str, Any]) -> Recipe:
     """A checked recipe from plain tables. Raises ConfigError."""
     plain = {"name": str, "seed": int, "keep_checkpoints": int}
-    known = [*plain, *_SECTIONS, "pools", "domains"]
+    known = [*plain, *SECTIONS, "pools", "domains"]
     values: dict[str, Any] = {}
     for key, value in tables.items():
         if key in plain:
@@ -134,8 +134,8 @@ def from_tables(tables: Mapping[str, Any]) -> Recipe:
             raise ConfigError(f"unknown key {key}: {nearest(key, known)}")
         elif not isinstance(value, Mapping):
             raise ConfigError(f"{key} must be a table [{key}]; got {value!r}")
-        elif key in _SECTIONS:
-            values[key] = build(_SECTIONS[key], value, key)
+        elif key in SECTIONS:
+            values[key] = build(SECTIONS[key], value, key)
         elif key == "pools":
             values[key] = {name: build(PoolSettings, table, f"pools.{name}") for name, table in value.items()}
         else:

@@ -1,0 +1,85 @@
+"""docs/recipes.md, written from the settings themselves: `python -m rollart.config.reference > docs/recipes.md`.
+
+Keeps true: the page has every key with its default, and no other; a test compares it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from rollart.config.recipe import SECTIONS, PoolSettings
+from rollart.core.errors import ConfigError
+from rollart.envs.domain import DOMAINS, domain_class
+from rollart.envs.latency import Latency
+
+HEAD = """# Recipes
+
+A recipe is a TOML file; `recipes/quickstart.toml` is one. Every key has a default except the domains. On the command
+line `--set a.b=value` overrides a key; `--dry-run` prints the whole resolved recipe. An unknown key is refused with the
+nearest name. Sizes name their unit: groups, trajectories, tokens, seconds.
+
+This page is written from the settings: `python -m rollart.config.reference > docs/recipes.md`.
+
+## Top level
+
+    name = "run"            # shown in reports
+    seed = 0                # of model, tasks, sampling, evaluation
+    keep_checkpoints = 2    # the newest so many stay on disk
+"""
+
+
+def reference() -> str:
+    """The whole page as Markdown."""
+    parts = [HEAD]
+    parts += [_section(f"[{name}]", kind) for name, kind in SECTIONS.items()]
+    parts.append(_section("[pools.NAME]", PoolSettings))
+    parts.append("## [domains.NAME]\n\n`weight` (default 1.0) is the domain's share of the mix. The other keys are the "
+                 "domain's own; a domain of your own is named `[domains.\"module:Class\"]`.\n")
+    for name in DOMAINS:
+        try:
+            parts.append(_section(f"[domains.{name}]", domain_class(name).Settings, level="###"))
+        except ConfigError as missing:
+            parts.append(f"### [domains.{name}]\n\n{missing}\n")
+    parts.append(_section("[domains.NAME.latency]", Latency, level="###"))
+    return "\n".join(parts)
+
+
+def _section(title: str, kind: Any, level: str = "##") -> str:
+    text = inspect.cleandoc(kind.__doc__ or "").replace(" Raises ValueError.", "").replace("Raises ValueError.", "")
+    lines = "".join(f"    {line}\n" if line else "\n" for line in text.strip().splitlines())
+    keys = "".join(f"    {field.name} = {_default(field)}\n" for field in dataclasses.fields(kind)
+                   if not dataclasses.is_dataclass(_value(field)))
+    nested = "".join("\n" + _section(f"{title[:-1]}.{field.name}]", type(_value(field)), "###")
+                     for field in dataclasses.fields(kind) if dataclasses.is_dataclass(_value(field)))
+    return f"{level} {title}\n\n```text\n{_dedent(lines)}```\n\n{_as_toml(keys)}{nested}"
+
+
+def _dedent(lines: str) -> str:
+    return "".join(line[4:] if line.startswith("    ") else line for line in lines.splitlines(keepends=True))
+
+
+def _as_toml(keys: str) -> str:
+    return f"```toml\n{_dedent(keys)}```\n" if keys else ""
+
+
+def _value(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    value = _value(field)
+    if value is None:
+        return "(unset)"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(f'"{item}"' for item in value) + "]"
+    return "{}" if value == {} else repr(value)
+
+
+if __name__ == "__main__":
+    print(reference())

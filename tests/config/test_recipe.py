@@ -1,0 +1,64 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from rollart.config.recipe import from_tables, load_recipe
+from rollart.config.reference import reference
+from rollart.config.toml import override
+from rollart.core.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SMALLEST = {"domains": {"calculator": {}}}
+
+
+def test_the_reference_page_has_every_key():
+    assert (ROOT / "docs" / "recipes.md").read_text().strip() == reference().strip(), (
+        "run: python -m rollart.config.reference > docs/recipes.md")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda p: p.stem)
+def test_every_recipe_that_ships_is_valid_and_makes_itself_again(path):
+    recipe = load_recipe(path)
+    tables = json.loads(json.dumps(recipe.to_json()))
+    assert json.loads(json.dumps(from_tables(tables).to_json())) == tables
+
+
+@pytest.mark.parametrize(("path", "value", "words"), [
+    ("rollout.batch_groups", 0, "batch_groups must be at least 1"),
+    ("rollout.min_members", 9, "between 0 and group_size = 8"),
+    ("rollout.open_seconds", 0, "more than 0 seconds"),
+    ("sampling.top_p", 0.9, "top_p = 1"),
+    ("sampling.temperature", 0.0, "temperature"),
+    ("reward.score_seconds", 100.0, "does not fit into"),
+    ("pools.default.domains", ["calculatr"], "did you mean calculator"),
+    ("algorithm.clip_low", 2.0, "clip_low"),
+    ("learner.learning_rate", "fast", "learner.learning_rate"),
+    ("engine.context_tokens", 8, "does not fit a context of 8"),
+    ("domains.calculator.weight", 0, "weight above 0"),
+    ("domains.calculator.latency.distribution", "odd", "latency"),
+    ("seed", "zero", "seed must be int"),
+    ("warm_start.error_rate", 2.0, "between 0 and 1"),
+])
+def test_what_cannot_be_is_refused_with_the_key_and_the_value(path, value, words):
+    tables = json.loads(json.dumps(SMALLEST))
+    override(tables, [f"{path}={json.dumps(value)}"])
+    with pytest.raises(ConfigError, match=words) as error:
+        from_tables(tables)
+    assert "\n" not in str(error.value)
+
+
+def test_wait_and_spare_groups_exclude_each_other():
+    with pytest.raises(ConfigError, match="spare_groups must be 0; got 1"):
+        from_tables({**SMALLEST, "schedule": {"stale": "wait"}, "rollout": {"spare_groups": 1}})
+
+
+def test_no_domain_is_refused():
+    with pytest.raises(ConfigError, match="at least one task domain"):
+        from_tables({})
+
+
+def test_an_override_reads_toml_values_and_plain_words():
+    tables: dict = {}
+    override(tables, ["a.b=3", "a.c=[1, 2]", "a.d=word", 'a.e="3"'])
+    assert tables == {"a": {"b": 3, "c": [1, 2], "d": "word", "e": "3"}}
