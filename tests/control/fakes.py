@@ -373,7 +373,7 @@ class Rig:
                  engines: Sequence[Any] | None = None, trainer: Any = None, tasks: Any = None, cluster: Any = None,
                  affinity: Mapping[str, str] | None = None, version: Version = 0, checkpoints: Any = None,
                  eval_tasks: Sequence[Task] = (), eval_engines: Sequence[Any] = (), eval_pool: Any = None,
-                 log: Log | None = None, seed: int = 0) -> None:
+                 eval_cluster: Any = None, log: Log | None = None, seed: int = 0) -> None:
         schedule = schedule or ScheduleSettings()
         self.settings = rollout or RolloutSettings(batch_groups=2, group_size=2)
         self.changed, self.log = Changed(), log or Log()
@@ -397,7 +397,7 @@ class Rig:
             proxy = LLMProxy(list(eval_engines), {}, journal=self.log, changed=self.changed)
             self.evaluator = Evaluator(
                 Services(proxy=proxy, environments=eval_pool or FakePool(), renderer=renderer, scorer=self.scorer,
-                         journal=self.log, settings=self.settings, seed=seed), eval_tasks)
+                         journal=self.log, settings=self.settings, seed=seed), eval_tasks, cluster=eval_cluster)
         self.pipeline = Pipeline(pipeline or PipelineSettings(steps=3, checkpoint_every=0), algo=AlgoSettings(),
                                  buffer=self.buffer, changed=self.changed, rollout=self.rollout, sync=self.sync,
                                  supervisor=self.supervisor, trainer=self.trainer, tasks=self.tasks, journal=self.log,

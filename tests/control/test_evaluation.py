@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fakes import FakeEngine, FakePool, FakeScorer, Log, Rig, task, trajectory
+from fakes import FakeCluster, FakeEngine, FakePool, FakeScorer, Log, Rig, hang, task, trajectory
 
 from rollart.control.evaluation import Evaluator, summarise
 from rollart.control.pipeline import PipelineSettings
@@ -176,14 +176,45 @@ def test_tokens_of_another_version_in_an_evaluation_are_our_own_mistake() -> Non
     run_virtual(main())
 
 
-@pytest.mark.xfail(strict=True, reason="bug 18: nobody starts the evaluation engine again")
-def test_an_evaluation_engine_that_died_serves_the_next_evaluation_again() -> None:
+def lost_engine(cluster: FakeCluster | None, engine: FakeEngine) -> Rig:
+    """A run whose evaluation engine dies in the first of two evaluations."""
+    asyncio.get_running_loop().call_later(9.0, engine.crash)
+    return Rig(pipeline=PipelineSettings(steps=4, checkpoint_every=0), rollout=RolloutSettings(batch_groups=2),
+               eval_tasks=TASKS, eval_engines=[engine], eval_cluster=cluster)
+
+
+def test_an_evaluation_engine_that_died_is_started_again_for_the_next_evaluation() -> None:
     async def main() -> None:
         engine = FakeEngine("eval")
-        r = rig(engine=engine, steps=40, eval_every=10)
-        r.cluster.engines["eval"] = engine
-        asyncio.get_running_loop().call_later(9.0, engine.crash)
+        r = lost_engine(FakeCluster([engine]), engine)
         assert await r.run() == []
-        assert all(x.failed == 0 for x in r.log.of(EvalEnded)[-1].results)
+        first, last = r.log.of(EvalEnded)
+        assert [x.failed for x in first.results] == [3, 3]
+        assert [x.failed for x in last.results] == [0, 0]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+def test_an_evaluation_without_an_engine_is_left_out_and_not_a_success_of_0(cluster: bool) -> None:
+    async def main() -> None:
+        engine = FakeEngine("eval")
+        r = lost_engine(FakeCluster([engine], no_room=9) if cluster else None, engine)
+        assert await r.run() == []
+        assert len(r.log.of(EvalStarted)) == len(r.log.of(EvalEnded)) == 1
+        assert r.log.of(RunEnded) == [RunEnded(4, "finished")]
+
+    run_virtual(main())
+
+
+@pytest.mark.xfail(strict=True, reason="bug 22: it waits for ever")
+def test_i7_a_stuck_restart_of_the_evaluation_engine_leaves_the_evaluation_out() -> None:
+    async def main() -> None:
+        engine = FakeEngine("eval")
+        cluster = FakeCluster([engine])
+        cluster.restart = lambda engine: hang()  # type: ignore[method-assign]
+        r = lost_engine(cluster, engine)
+        assert await r.run() == []
+        assert r.log.of(RunEnded) == [RunEnded(4, "finished")]
 
     run_virtual(main())

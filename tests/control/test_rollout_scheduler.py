@@ -231,7 +231,6 @@ def test_stop_ends_what_runs_and_keeps_or_settles_what_has_finished(keep: bool) 
     run_virtual(main())
 
 
-@pytest.mark.xfail(strict=True, reason="bug 20: finished members of open groups are no longer counted")
 def test_finished_members_that_wait_for_a_resume_stay_counted() -> None:
     pool = FakePool(trouble=lambda stage, number: "hang" if stage == "step" and number % 2 else "")
 

@@ -161,7 +161,6 @@ def test_a_late_word_of_a_loss_that_is_mended_already_costs_no_turn() -> None:
     play(story)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 17: KeyError ends the run")
 def test_a_lost_engine_that_is_not_the_trainings_is_left_to_its_owner() -> None:
     async def story(rig: Rig) -> None:
         rig.cluster.lost.put_nowait("eval-0")
