@@ -2,12 +2,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from rollart.core.errors import ConfigError
 from rollart.core.types import Action
-from rollart.envs.calculator import apply, solution
+from rollart.envs.calculator import results
 from rollart.envs.demonstrations import demonstrations, play_episode
 from rollart.envs.domain import DOMAINS, make_domain
 from rollart.envs.frozen_lake import steps_to_goal
@@ -116,26 +117,28 @@ def test_guess_answers_higher_and_lower_and_ends_without_guesses():
     ([3, 4, 2], "+*", 11), ([9, 3, 2, 2], "-+*", 10), ([2, 3, 4], "**", 24), ([9, 4, 3], "--", 2)])
 def test_the_solution_multiplies_first_and_goes_left_to_right(numbers, operators, value):
     expression = "".join(f"{n}{o}" for n, o in zip(numbers, operators + " ", strict=True))
-    assert apply(solution(numbers, operators)[-1]) == value == eval(expression)
+    assert results(numbers, operators)[-1] == value == eval(expression)
 
 
-def test_the_calculator_answers_one_operation_and_evaluates_no_text():
+def test_the_calculator_does_the_operation_it_is_asked_for_and_evaluates_no_text():
     domain = make_domain("calculator", {"max_turns": 9})
-    episode = domain.open(domain.task(0, "train"))
-    episode.first()
-    assert episode.step(Action("calc 7*-3")).messages[0].content == "-21"
-    assert episode.step(Action("calc 7-3")).messages[0].content == "4"
-    for text in ("calc 1+2+3", "calc 2**9", "calc __import__('os')", "calc 1+9999999", "calc (1)+2"):
-        assert episode.step(Action(text)).messages[0].content == "?"
+    task = replace(domain.task(0, "train"), payload={"numbers": [3, 4, 2], "operators": "-*"})
+    episode = domain.open(task)
+    assert episode.first().messages[0].content == "3-4*2"
+    for text in ("calc 3-4*2", "calc 4**2", "calc __import__('os')", "calc 4+2", "calc 3*2", "calc 1+9999999"):
+        assert episode.step(Action(text)).messages[0].content == "? 3-4*2"
+    assert episode.step(Action("calc 3-4")).messages[0].content == "-1*2"
+    assert episode.step(Action("calc -1*2")).messages[0].content == "-2"
+    assert not episode.step(Action("answer -2")).facts["success"]
 
 
 @pytest.mark.parametrize(("name", "settings", "says"), [
     ("frozen_lak", {}, "no domain 'frozen_lak': did you mean 'frozen_lake'"),
     ("guess", {"number": 3}, "domain guess has no setting 'number': did you mean 'numbers'"),
     ("guess", {"numbers": "3"}, "domain guess: numbers must be int; got '3'"),
-    ("guess", {"numbers": 32}, "32 numbers need 6 guesses; got max_turns 5"),
+    ("guess", {"numbers": 16}, "16 numbers need 5 guesses; got max_turns 4"),
     ("frozen_lake", {"size": 5, "max_turns": 7}, "size 5 takes at least 8 moves; got max_turns 7"),
-    ("calculator", {"largest": 6}, "largest 6 needs as many turns; got max_turns 5"),
+    ("calculator", {"largest": 6}, "largest 6 needs as many turns; got max_turns 4"),
     ("nowhere.at_all:X", {}, "needs the module nowhere"),
     ("json:loads", {}, "json:loads is not a Domain class"),
 ])

@@ -1,9 +1,10 @@
 """Calculator: work out an expression with a tool that does one operation at a time.
 
-Keeps true: the tool reads two integers and an operator and never evaluates text; an answer counts only where the
-agent itself writes `answer N`, so that the tool's echo of the right number earns nothing.
+Keeps true: the tool does exactly the operation that it is asked for, also one that does not come first, and never
+evaluates text; an answer counts only where the agent itself writes `answer N`, so that the tool's right number earns
+nothing. Every turn shows what is left of the expression:
 
-    user 3+4*2      assistant calc 4*2      tool 8
+    user 3+4*2      assistant calc 4*2      tool 3+8
                     assistant calc 3+8      tool 11
                     assistant answer 11
 """
@@ -22,6 +23,7 @@ from rollart.envs.domain import Domain, DomainSettings, Episode, Player
 
 _CALL = re.compile(r"calc (-?\d{1,6})([-+*])(-?\d{1,6})")
 _ANSWER = re.compile(r"answer (-?\d{1,12})")
+_NUMBER = re.compile(r"(?<![0-9])-?\d+")
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 Call = tuple[int, str, int]
@@ -35,9 +37,9 @@ class CalculatorSettings(DomainSettings):
     """
 
     smallest: int = 3
-    largest: int = 4
+    largest: int = 3
     highest: int = 9
-    max_turns: int = 5
+    max_turns: int = 4
     max_tokens: int = 16
 
     def __post_init__(self) -> None:
@@ -51,12 +53,12 @@ class CalculatorSettings(DomainSettings):
 
 
 class Calculator(Domain):
-    """Payload: `numbers` and the `operators` between them; no intermediate result is negative or above 999."""
+    """Payload: `numbers` and the `operators` between them; no right intermediate result is negative or above 99."""
 
     name = "calculator"
     reward = "calculator"
-    rules = ("Work out the expression. The tool does one operation of two numbers: calc 7*3 . "
-             "Multiply before you add or subtract. When you know the result, write: answer 21")
+    rules = ("Work out the expression. The tool does one operation of two neighbours in it: calc 7*3 . "
+             "Multiply before you add or subtract. When one number is left, write: answer 21")
     Settings = CalculatorSettings
 
     def problem(self, rng: random.Random) -> dict[str, Any]:
@@ -64,17 +66,17 @@ class Calculator(Domain):
             count = rng.randint(self.settings.smallest, self.settings.largest)
             numbers = [rng.randint(1, self.settings.highest) for _ in range(count)]
             operators = "".join(rng.choice("+-*") for _ in range(count - 1))
-            if all(0 <= apply(call) <= 999 for call in solution(numbers, operators)):
+            if all(0 <= result <= 99 for result in results(numbers, operators)):
                 return {"numbers": numbers, "operators": operators}
 
     def open(self, task: Task) -> Episode:
         return _Sum(self, task)
 
     def player(self, task: Task, seed: int, error_rate: float) -> Player:
-        return _Solver(task, stream(seed, "player", task.id), error_rate)
+        return _Solver(stream(seed, "player", task.id), error_rate)
 
     def random_player(self, task: Task, seed: int) -> Player:
-        return _Guesser(task, stream(seed, "random", task.id))
+        return _Guesser(stream(seed, "random", task.id))
 
 
 def apply(call: Call) -> int:
@@ -82,86 +84,105 @@ def apply(call: Call) -> int:
     return int(_OPERATORS[call[1]](call[0], call[2]))
 
 
-def solution(numbers: list[int], operators: str) -> list[Call]:
-    """The calls that reduce the expression, products first, each time the leftmost; the last gives its value."""
-    numbers, left = list(numbers), list(operators)
-    calls: list[Call] = []
-    while left:
-        at = left.index("*") if "*" in left else 0
-        calls.append((numbers[at], left.pop(at), numbers[at + 1]))
-        numbers[at:at + 2] = [apply(calls[-1])]
-    return calls
+def pairs(numbers: list[int], operators: str) -> list[Call]:
+    """The operations that stand in an expression, from the left."""
+    return list(zip(numbers, operators, numbers[1:], strict=False))
 
 
-def _expression(task: Task) -> str:
-    numbers, operators = task.payload["numbers"], task.payload["operators"]
+def first_at(operators: str) -> int:
+    """Which operation comes first: the leftmost product, else the leftmost."""
+    return max(operators.find("*"), 0)
+
+
+def reduce(numbers: list[int], operators: str, at: int) -> tuple[list[int], str]:
+    """The expression with operation `at` replaced by its result."""
+    result = apply(pairs(numbers, operators)[at])
+    return [*numbers[:at], result, *numbers[at + 2:]], operators[:at] + operators[at + 1:]
+
+
+def results(numbers: list[int], operators: str) -> list[int]:
+    """The intermediate results in the right order; the last is the value."""
+    out: list[int] = []
+    while operators:
+        at = first_at(operators)
+        out.append(apply(pairs(numbers, operators)[at]))
+        numbers, operators = reduce(numbers, operators, at)
+    return out
+
+
+def expression(numbers: list[int], operators: str) -> str:
     return "".join(f"{number}{sign}" for number, sign in zip(numbers, [*operators, ""], strict=True))
 
 
 class _Sum(Episode):
     def __init__(self, domain: Domain, task: Task) -> None:
-        self._domain, self._task = domain, task
-        self._target = apply(solution(task.payload["numbers"], task.payload["operators"])[-1])
+        self._domain = domain
+        self._numbers, self._operators = list(task.payload["numbers"]), task.payload["operators"]
+        self._target = results(self._numbers, self._operators)[-1]
+        self._max_turns = task.max_turns
         self._actions = self._valid = 0
 
     def first(self) -> Observation:
-        return Observation(self._domain.start(Message("user", _expression(self._task))))
+        return Observation(self._domain.start(Message("user", expression(self._numbers, self._operators))))
 
     def step(self, action: Action) -> Observation:
         text = str(action.text).strip()
         call, answer = _CALL.fullmatch(text), _ANSWER.fullmatch(text)
+        done = call is not None and self._operate(int(call[1]), call[2], int(call[3]))
         self._actions += 1
-        self._valid += bool(call or answer)
-        messages: tuple[Message, ...] = ()
-        if call:
-            messages = (Message("tool", str(apply((int(call[1]), call[2], int(call[3]))))),)
-        elif not answer:
-            messages = (Message("user", "?"),)
+        self._valid += bool(done or answer)
+        left = expression(self._numbers, self._operators)
+        messages = () if answer else (Message("tool", left if done else f"? {left}"),)
         success = answer is not None and int(answer[1]) == self._target
-        out_of_turns = not answer and self._actions >= self._task.max_turns
+        out_of_turns = not answer and self._actions >= self._max_turns
         return Observation(messages, done=bool(answer) or out_of_turns, truncated=out_of_turns, reward=float(success),
                            facts={"success": success, "target": self._target, "valid": self._valid,
                                   "actions": self._actions})
 
+    def _operate(self, left: int, sign: str, right: int) -> bool:
+        """Replace the leftmost such pair of neighbours by its result; False where there is none."""
+        for at, call in enumerate(pairs(self._numbers, self._operators)):
+            if call == (left, sign, right):
+                self._numbers, self._operators = reduce(self._numbers, self._operators, at)
+                return True
+        return False
+
 
 class _Solver:
-    """Makes the right call, again if it erred. Errs by a wrong operand, operator or order, or by an early answer."""
+    """Makes the right call of what is left. Errs by a wrong order, operator or operand, or by an early or wrong
+    answer."""
 
-    def __init__(self, task: Task, rng: random.Random, error_rate: float) -> None:
-        self._task, self._rng, self._error_rate = task, rng, error_rate
-        self._calls = solution(task.payload["numbers"], task.payload["operators"])
-        self._done = 0  # calls that were made right
+    def __init__(self, rng: random.Random, error_rate: float) -> None:
+        self._rng, self._error_rate = rng, error_rate
 
     def act(self, observation: Observation) -> str:
+        text = str(observation.messages[-1].content).removeprefix("? ")
+        numbers = [int(number) for number in _NUMBER.findall(text)]
+        operators = "".join(_NUMBER.split(text))
         err = self._rng.random() < self._error_rate
-        if self._done == len(self._calls):
-            result = apply(self._calls[-1])
-            return f"answer {result + self._rng.choice((-2, -1, 1, 2)) if err else result}"
-        if not err:
-            call = self._calls[self._done]
-            self._done += 1
-            return "calc {}{}{}".format(*call)
-        return self._wrong(*self._calls[self._done])
+        if not operators:
+            return f"answer {numbers[0] + self._rng.choice((-2, -1, 1, 2)) if err else numbers[0]}"
+        if err:
+            return self._wrong(numbers, operators)
+        return "calc {}{}{}".format(*pairs(numbers, operators)[first_at(operators)])
 
-    def _wrong(self, left: int, sign: str, right: int) -> str:
-        kind = self._rng.randrange(4)
-        numbers, operators = self._task.payload["numbers"], self._task.payload["operators"]
+    def _wrong(self, numbers: list[int], operators: str) -> str:
+        kind, calls = self._rng.randrange(4), pairs(numbers, operators)
+        left, sign, right = calls[first_at(operators)]
         if kind == 0:
-            return f"answer {apply((left, sign, right)) if self._done else numbers[0]}"
+            return f"answer {self._rng.choice(numbers)}"
         if kind == 1:
             return f"calc {left}{self._rng.choice([s for s in _OPERATORS if s != sign])}{right}"
         if kind == 2:
             return f"calc {left}{sign}{self._rng.choice([n for n in range(1, 10) if n != right])}"
-        at = self._rng.randrange(len(operators))  # any pair of the expression, whatever binds first
-        return f"calc {numbers[at]}{operators[at]}{numbers[at + 1]}"
+        return "calc {}{}{}".format(*self._rng.choice(calls))  # whatever comes first
 
 
 class _Guesser:
-    def __init__(self, task: Task, rng: random.Random) -> None:
-        self._task, self._rng = task, rng
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
 
     def act(self, observation: Observation) -> str:
-        numbers = self._task.payload["numbers"]
         if self._rng.random() < 0.5:
             return f"answer {self._rng.randint(0, 99)}"
-        return f"calc {self._rng.choice(numbers)}{self._rng.choice('+-*')}{self._rng.choice(numbers)}"
+        return f"calc {self._rng.randint(1, 9)}{self._rng.choice('+-*')}{self._rng.randint(1, 9)}"

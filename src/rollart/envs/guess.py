@@ -3,9 +3,9 @@
 Keeps true: the agent reads `higher` or `lower` only, and only `guess N` at the end of its action counts; what it
 writes before is its working, which no reward looks at. With the interval right, halving it never runs out of guesses:
 
-    user 10..40     assistant 10..40 gap 30 half 15 guess 25
-    user higher     assistant 26..40 gap 14 half 7 guess 33
-    user lower      assistant 26..32 gap 6 half 3 guess 29
+    user 10..24     assistant 10..24 half 7 guess 17
+    user higher     assistant 18..24 half 3 guess 21
+    user lower      assistant 18..20 half 1 guess 19
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _GUESS = re.compile(r"(?:^|\s)guess (\d{1,6})$")
 class GuessSettings(DomainSettings):
     """numbers: how many the secret is one of (numbers). starts: how many ranges there are: 10.., 11.., on (ranges).
 
-    max_turns is the number of guesses; 31 numbers need 5 when every guess halves what is left.
+    max_turns is the number of guesses; 15 numbers need 4 when every guess halves what is left.
     """
 
-    numbers: int = 31
+    numbers: int = 15
     starts: int = 10
-    max_turns: int = 5
-    max_tokens: int = 40
+    max_turns: int = 4
+    max_tokens: int = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,7 +97,10 @@ class _Game(Episode):
 
 
 class _Halver:
-    """Halves what is left. Errs by forgetting the last answer (a wrong interval) or by a guess at its lower end."""
+    """Halves what is left. Errs by forgetting the last answer (it keeps its interval) or by a guess at the lower end.
+
+    What it does depends on its last interval and the answer only, and both can be read.
+    """
 
     def __init__(self, task: Task, rng: random.Random, error_rate: float) -> None:
         self._low, self._high = int(task.payload["low"]), int(task.payload["high"])
@@ -105,22 +108,17 @@ class _Halver:
         self._guess: int | None = None
 
     def act(self, observation: Observation) -> str:
-        before = self._low, self._high
+        err = self._rng.random() < self._error_rate
+        forget = err and self._guess is not None and self._rng.random() < 0.5
         answer = str(observation.messages[-1].content)
-        if self._guess is not None and answer == "higher":
-            self._low = max(self._low, self._guess + 1)
-        elif self._guess is not None and answer == "lower":
-            self._high = min(self._high, self._guess - 1)
-        low, high = self._low, self._high
-        half = (high - low) // 2
-        if self._rng.random() < self._error_rate:
-            if (low, high) != before and self._rng.random() < 0.5:
-                low, high = before
-                half = (high - low) // 2
-            else:
-                half = 0
-        self._guess = low + half
-        return f"{low}..{high} gap {high - low} half {half} guess {self._guess}"
+        if self._guess is not None and not forget:
+            if answer == "higher":
+                self._low = max(self._low, self._guess + 1)
+            elif answer == "lower":
+                self._high = min(self._high, self._guess - 1)
+        half = 0 if err and not forget else (self._high - self._low) // 2
+        self._guess = self._low + half
+        return f"{self._low}..{self._high} half {half} guess {self._guess}"
 
 
 class _Blind:
