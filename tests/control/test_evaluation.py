@@ -157,7 +157,7 @@ def test_an_interrupted_run_does_not_wait_for_its_evaluation_and_closes_its_envi
         await asyncio.sleep(40.0)
         r.pipeline.stop()
         assert await running == []
-        assert now() < 100.0
+        assert now() < 60.0  # the deadline of the step that is slow is at 70
         pool.check_closed()
         assert r.log.of(RunEnded)[0].reason == "interrupted"
 

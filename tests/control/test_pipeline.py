@@ -311,6 +311,23 @@ def test_stopped_at_any_moment_it_ends_cleanly_and_a_resume_loses_and_repeats_no
         assert len(ids) == len(set(ids))
 
 
+def test_an_interrupted_run_leaves_finished_members_and_ready_groups_in_flight() -> None:
+    async def main() -> None:
+        pool = FakePool(trouble=lambda stage, number: "hang" if stage == "step" and number in (3, 5, 7) else "")
+        rig = Rig(pool=pool)
+        asyncio.get_running_loop().call_later(25.0, rig.pipeline.stop)
+        assert await rig.run() == []
+        assert rig.log.of(RunEnded) == [RunEnded(0, "interrupted")]
+        good = {e.trajectory.id for e in rig.log.of(TrajectoryEnded) if e.fate is Fate.IN_FLIGHT}
+        assert {str(id) for id in good} == {"g0.0", "g0.1", "g1.0", "g2.0", "g3.0"}
+        assert not rig.log.of(Settled)
+        assert [e.group for e in rig.log.of(GroupEnded)] == [0]
+        assert list(rig.buffer.ready) == [0]
+        assert rig.rollout.unsettled == len(good)
+
+    run_virtual(main())
+
+
 def test_stop_before_the_first_batch_ends_at_once_and_is_resumable() -> None:
     async def main() -> None:
         rig = sim("rollart")
