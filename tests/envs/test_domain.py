@@ -105,7 +105,7 @@ def test_guess_answers_higher_and_lower_and_ends_without_guesses():
     task = domain.task(0, "train")
     low, secret = task.payload["low"], task.payload["secret"]
     episode = domain.open(task)
-    assert episode.first().messages[0].content == f"{low}..{low + 2}"
+    assert episode.first().messages[0].content == f"{low}..{low + 4}"
     assert episode.step(Action(f"guess {secret - 1}")).messages[0].content == "higher"
     last = episode.step(Action(f"whatever guess {secret + 1}"))
     assert last.messages[0].content == "lower"

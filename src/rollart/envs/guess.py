@@ -1,11 +1,12 @@
 """Guess: find a secret number by halving. A few turns, each with much more to write than to read.
 
 Keeps true: the agent reads `higher` or `lower` only, and only `guess N` at the end of its action counts; what it
-writes before is its working, which no reward looks at. With the interval right, halving it never runs out of guesses:
+writes before is its working, which no reward looks at. With the interval right, halving it never runs out of guesses.
+An interval is written by the numbers next to it: 10..26 stands for 11 to 25:
 
-    user 10..24     assistant 10..24 half 7 guess 17
-    user higher     assistant 18..24 half 3 guess 21
-    user lower      assistant 18..20 half 1 guess 19
+    user 10..26     assistant 10..26 half 8 guess 18
+    user higher     assistant 18..26 half 4 guess 22
+    user lower      assistant 18..22 half 2 guess 20
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ class GuessSettings(DomainSettings):
 
 
 class Guess(Domain):
-    """Payload: `low`, `high` (the range, both included) and `secret`."""
+    """Payload: `low`, `high` (the secret lies between them) and `secret`."""
 
     name = "guess"
     reward = "guess"
-    rules = ("Find the secret number in the range. After each guess you read higher or lower. "
+    rules = ("Find the secret number: 10..26 means above 10 and below 26. After each guess you read higher or lower. "
              "Write the interval that is left, its middle, and end with: guess N")
     Settings = GuessSettings
 
     def problem(self, rng: random.Random) -> dict[str, Any]:
         low = 10 + rng.randrange(self.settings.starts)
-        high = low + self.settings.numbers - 1
-        return {"low": low, "high": high, "secret": rng.randint(low, high)}
+        high = low + self.settings.numbers + 1
+        return {"low": low, "high": high, "secret": rng.randint(low + 1, high - 1)}
 
     def open(self, task: Task) -> Episode:
         return _Game(self, task)
@@ -113,10 +114,10 @@ class _Halver:
         answer = str(observation.messages[-1].content)
         if self._guess is not None and not forget:
             if answer == "higher":
-                self._low = max(self._low, self._guess + 1)
+                self._low = max(self._low, self._guess)
             elif answer == "lower":
-                self._high = min(self._high, self._guess - 1)
-        half = 0 if err and not forget else (self._high - self._low) // 2
+                self._high = min(self._high, self._guess)
+        half = 1 if err and not forget else (self._high - self._low) // 2
         self._guess = self._low + half
         return f"{self._low}..{self._high} half {half} guess {self._guess}"
 
@@ -126,4 +127,4 @@ class _Blind:
         self._low, self._high, self._rng = int(task.payload["low"]), int(task.payload["high"]), rng
 
     def act(self, observation: Observation) -> str:
-        return f"guess {self._rng.randint(self._low, self._high)}"
+        return f"guess {self._rng.randint(self._low + 1, self._high - 1)}"
