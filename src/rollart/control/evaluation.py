@@ -19,6 +19,9 @@ from rollart.core.events import EvalEnded, EvalStarted, EvalTrajectory
 from rollart.core.ports import Cluster
 from rollart.core.types import EvalResult, Manifest, Task, Trajectory, TrajectoryId
 
+RESTART_SECONDS = 300.0
+"""Deadline for a lost engine to start again; without it the evaluation is left out."""
+
 
 class Evaluator:
     """`services.proxy` must lead to engines that only the evaluator updates; `cluster` starts a lost one again.
@@ -73,8 +76,9 @@ class Evaluator:
     async def _bring_up(self, engine: str, manifest: Manifest) -> None:
         proxy = self._s.proxy
         if not await proxy.bring_up(engine, manifest, lambda: manifest) and self._cluster:
-            with suppress(NoCapacity, EngineLost):
-                await self._cluster.restart(engine)
+            with suppress(NoCapacity, EngineLost, TimeoutError):
+                async with asyncio.timeout(RESTART_SECONDS):
+                    await self._cluster.restart(engine)
                 await proxy.bring_up(engine, manifest, lambda: manifest)
 
 
