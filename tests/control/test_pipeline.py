@@ -253,9 +253,19 @@ def test_a_run_gives_the_same_events_again_from_its_seed(name: str, stale: Stale
 
 
 def interrupted(rig: Rig) -> Restored:
-    """What the ledger would hand back: every group that is neither trained nor given up."""
-    trained = {g for e in rig.log.of(BatchTaken) for g in e.groups}
-    over = trained | {e.group for e in rig.log.of(GroupEnded) if not e.kept}
+    """What the ledger would hand back: every group that is neither trained nor given up.
+
+    A ready group that was evicted has its task in the task source's next recorded state.
+    """
+    over = {g for e in rig.log.of(BatchTaken) for g in e.groups}
+    over |= {e.group for e in rig.log.of(GroupEnded) if not e.kept}
+    evicted: set[int] = set()
+    for event in rig.log.of(GroupOpened, GroupEnded, Settled):
+        if isinstance(event, Settled):
+            evicted |= {id.group for id in event.ids if event.fate is Fate.STALE}
+        else:
+            over |= evicted - {event.group}
+            evicted &= {event.group}
     final = fates(rig)
     groups, source, next_group = [], None, 0
     for event in rig.log.of(GroupOpened, GroupEnded):
