@@ -168,7 +168,7 @@ def test_i7_each_stage_has_a_deadline_whose_error_names_trajectory_task_stage_an
         at: str, stage: str, key: str, error: str) -> None:
     _, t = play(**stuck(at), **{key: 20.0}, open_attempts=1)
     assert (t.outcome, t.score, t.good) == (Outcome.FAILED, None, False)
-    assert re.match(rf"{error}: g3\.1 \(game/0\) turn \d: {stage} gave no answer within 20 s; "
+    assert re.match(rf"{error}: g3\.1 \(game/0\) after \d sampled turns: {stage} gave no answer within 20 s; "
                     r"the trajectory is \d+ s old", t.error)
     assert t.seconds[stage] >= 20.0
 

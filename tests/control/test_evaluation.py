@@ -207,7 +207,6 @@ def test_an_evaluation_without_an_engine_is_left_out_and_not_a_success_of_0(clus
     run_virtual(main())
 
 
-@pytest.mark.xfail(strict=True, reason="bug 22: it waits for ever")
 def test_i7_a_stuck_restart_of_the_evaluation_engine_leaves_the_evaluation_out() -> None:
     async def main() -> None:
         engine = FakeEngine("eval")

@@ -382,7 +382,7 @@ def test_s2_one_hung_environment_of_16_changes_no_step_beyond_its_replacement_an
     assert [b - a for a, b in itertools.pairwise(hung)][2:] == pytest.approx(steps[2:], abs=0.2)
     failed = [e.trajectory for e in rig.log.of(TrajectoryEnded) if e.fate is Fate.FAILED]
     assert [str(t.id) for t in failed] == ["g1.1"]
-    assert failed[0].error.startswith("EnvironmentFailed: g1.1 (game/1) turn ")
+    assert failed[0].error.startswith("EnvironmentFailed: g1.1 (game/1) after ")
     assert "environment gave no answer within 30 s" in failed[0].error
 
 

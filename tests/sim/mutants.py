@@ -86,7 +86,7 @@ def slots_freed_when_the_batch_is_taken(original):
 
 @mutant(Pipeline, "_sync", "I6")
 def slots_freed_before_the_weights_are_live(original):
-    async def sync(self, version):
+    async def sync(self, version, *rest):
         self.journal.emit(SlotsFreed(version, self.buffer.live(version)))
         self.changed.notify()
         await self.sync.sync(version, self._round_over)
@@ -126,7 +126,7 @@ def publishes_overlap(original):
 
 @mutant(Pipeline, "_sync", "Stalled")
 def forgotten_wake_up(original):
-    async def sync(self, version):
+    async def sync(self, version, *rest):
         await self.sync.sync(version, self._round_over)
         self.journal.emit(SlotsFreed(version, self.buffer.live(version)))
     return sync

@@ -187,7 +187,7 @@ class EnvManager:
         except TimeoutError:
             what = f"{stage} gave no answer within {limit:g} s" if limit <= left else (
                 f"the {self._s.settings.episode_seconds:g} s of rollout.episode_seconds were used up in {stage}")
-            raise failure(f"{self.id} ({self.task.id}) turn {len(self.turns)}: {what}; "
+            raise failure(f"{self.id} ({self.task.id}) after {len(self.turns)} sampled turns: {what}; "
                           f"the trajectory is {now() - self.started:.3g} s old") from None
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + now() - self.since

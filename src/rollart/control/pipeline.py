@@ -103,10 +103,8 @@ class Pipeline:
                 report = await self._train(groups, waited)
                 await self._join_sync()
                 self._advance(groups, report)
-                self._syncing = nursery.create_task(self._sync(buffer.version), name=f"sync {buffer.version}")
+                self._syncing = nursery.create_task(self._sync(buffer.version, nursery), name=f"sync {buffer.version}")
                 await self._checkpoint()
-                if self.settings.eval_every and buffer.version % self.settings.eval_every == 0:
-                    self._evaluate(nursery)
             rollout.cancel()
             finished = buffer.version >= self.settings.steps
             await self._join_sync()
@@ -178,12 +176,14 @@ class Pipeline:
         self.tasks.put_back(group.task)
         self.journal.emit(Settled(tuple(m.id for m in group.members), fate, reason))
 
-    async def _sync(self, version: Version) -> None:
+    async def _sync(self, version: Version, nursery: asyncio.TaskGroup) -> None:
         """Steps 2-5, beside the next step; then the slots that paid for these weights are free."""
         await self.sync.sync(version, self._round_over)
         groups = self.buffer.live(version)
         self.journal.emit(SlotsFreed(version, groups))
         self.changed.notify()
+        if self.settings.eval_every and version % self.settings.eval_every == 0 and version < self.settings.steps:
+            self._evaluate(nursery)
 
     async def _at_once(self) -> None:
         return

@@ -91,9 +91,11 @@ class RolloutScheduler:
         """Groups with the members that may still be used, those with the oldest tokens first; settles the others."""
         out = []
         for left in restored.groups:
-            kept = tuple(m for m in left.finished if self._usable(m))
-            self._settle([m for m in left.finished if m not in kept], Fate.STALE,
+            usable = [m for m in left.finished if self._usable(m)]
+            self._settle([m for m in left.finished if m not in usable], Fate.STALE,
                          "resume: its weights are gone, or it is too old")
+            kept = tuple(usable[: self._settings.group_size])
+            self._settle(usable[self._settings.group_size :], Fate.CANCELLED, "resume: groups are smaller now")
             out.append((left, kept))
         return sorted(out, key=lambda entry: (self._oldest(entry[1]), entry[0].id))
 

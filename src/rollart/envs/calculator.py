@@ -1,11 +1,11 @@
 """Calculator: work out an expression with a tool that does one operation at a time.
 
-Keeps true: the tool does exactly the operation that it is asked for, also one that does not come first, and never
-evaluates text; an answer counts only where the agent itself writes `answer N`, so that the tool's right number earns
-nothing. Every turn shows what is left of the expression:
+Keeps true: the tool does the operation that it is asked for, also one that does not come first, and never evaluates
+text; an answer counts only where the agent itself writes `answer N`, so that the tool's right number earns nothing.
+Every turn shows what is left of the expression:
 
-    user 3+4*2      assistant calc 4*2      tool 3+8
-                    assistant calc 3+8      tool 11
+    user 3+4*2      assistant calc 2        tool 3+8        (its second operation)
+                    assistant calc 1        tool 11
                     assistant answer 11
 """
 
@@ -21,7 +21,7 @@ from rollart.core.clock import stream
 from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.domain import Domain, DomainSettings, Episode, Player
 
-_CALL = re.compile(r"calc (-?\d{1,6})([-+*])(-?\d{1,6})")
+_CALL = re.compile(r"calc ([1-9])")
 _ANSWER = re.compile(r"answer (-?\d{1,12})")
 _NUMBER = re.compile(r"(?<![0-9])-?\d+")
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -37,9 +37,9 @@ class CalculatorSettings(DomainSettings):
     """
 
     smallest: int = 3
-    largest: int = 3
+    largest: int = 4
     highest: int = 9
-    max_turns: int = 4
+    max_turns: int = 5
     max_tokens: int = 16
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Calculator(Domain):
 
     name = "calculator"
     reward = "calculator"
-    rules = ("Work out the expression. The tool does one operation of two neighbours in it: calc 7*3 . "
+    rules = ("Work out the expression. The tool does the operation that you name by its place from the left: calc 2 . "
              "Multiply before you add or subtract. When one number is left, write: answer 21")
     Settings = CalculatorSettings
 
@@ -128,7 +128,10 @@ class _Sum(Episode):
     def step(self, action: Action) -> Observation:
         text = str(action.text).strip()
         call, answer = _CALL.fullmatch(text), _ANSWER.fullmatch(text)
-        done = call is not None and self._operate(int(call[1]), call[2], int(call[3]))
+        at = int(call[1]) - 1 if call else len(self._operators)
+        done = at < len(self._operators)
+        if done:
+            self._numbers, self._operators = reduce(self._numbers, self._operators, at)
         self._actions += 1
         self._valid += bool(done or answer)
         left = expression(self._numbers, self._operators)
@@ -139,18 +142,10 @@ class _Sum(Episode):
                            facts={"success": success, "target": self._target, "valid": self._valid,
                                   "actions": self._actions})
 
-    def _operate(self, left: int, sign: str, right: int) -> bool:
-        """Replace the leftmost such pair of neighbours by its result; False where there is none."""
-        for at, call in enumerate(pairs(self._numbers, self._operators)):
-            if call == (left, sign, right):
-                self._numbers, self._operators = reduce(self._numbers, self._operators, at)
-                return True
-        return False
-
 
 class _Solver:
-    """Makes the right call of what is left. Errs by what it does, never by a slip of a digit: it answers a number that
-    it sees too early, takes another pair first, or goes on when there is nothing left to work out."""
+    """Makes the right call for what is left. Errs by another operation first or an answer too early, a number that it
+    sees, and by a call when nothing is left to work out."""
 
     def __init__(self, rng: random.Random, error_rate: float) -> None:
         self._rng, self._error_rate = rng, error_rate
@@ -161,14 +156,12 @@ class _Solver:
         operators = "".join(_NUMBER.split(text))
         err = self._rng.random() < self._error_rate
         if not operators:
-            return f"calc {numbers[0]}+{self._rng.randint(1, 9)}" if err else f"answer {numbers[0]}"
-        calls = pairs(numbers, operators)
-        call = calls.pop(first_at(operators))
-        if err:
-            if not calls or self._rng.random() < 0.5:
-                return f"answer {self._rng.choice(numbers)}"
-            call = self._rng.choice(calls)
-        return "calc {}{}{}".format(*call)
+            return "calc 1" if err else f"answer {numbers[0]}"
+        at = first_at(operators)
+        others = [other for other in range(len(operators)) if other != at]
+        if err and (not others or self._rng.random() < 0.5):
+            return f"answer {self._rng.choice(numbers)}"
+        return f"calc {1 + (self._rng.choice(others) if err else at)}"
 
 
 class _Guesser:
@@ -176,6 +169,4 @@ class _Guesser:
         self._rng = rng
 
     def act(self, observation: Observation) -> str:
-        if self._rng.random() < 0.5:
-            return f"answer {self._rng.randint(0, 99)}"
-        return f"calc {self._rng.randint(1, 9)}{self._rng.choice('+-*')}{self._rng.randint(1, 9)}"
+        return f"answer {self._rng.randint(0, 99)}" if self._rng.random() < 0.5 else f"calc {self._rng.randint(1, 3)}"

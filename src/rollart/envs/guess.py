@@ -98,7 +98,7 @@ class _Game(Episode):
 
 
 class _Halver:
-    """Halves what is left. Errs by forgetting the last answer (it keeps its interval) or by a guess at the lower end.
+    """Halves what is left. Errs by forgetting the last answer (it keeps its interval) or by taking it for its opposite.
 
     What it does depends on its last interval and the answer only, and both can be read.
     """
@@ -109,15 +109,15 @@ class _Halver:
         self._guess: int | None = None
 
     def act(self, observation: Observation) -> str:
-        err = self._rng.random() < self._error_rate
-        forget = err and self._guess is not None and self._rng.random() < 0.5
         answer = str(observation.messages[-1].content)
-        if self._guess is not None and not forget:
-            if answer == "higher":
-                self._low = max(self._low, self._guess)
-            elif answer == "lower":
-                self._high = min(self._high, self._guess)
-        half = 1 if err and not forget else (self._high - self._low) // 2
+        if self._guess is not None:
+            err = self._rng.random() < self._error_rate
+            if not err or self._rng.random() < 0.5:
+                if (answer == "higher") != err:
+                    self._low = self._guess
+                else:
+                    self._high = self._guess
+        half = (self._high - self._low) // 2
         self._guess = self._low + half
         return f"{self._low}..{self._high} half {half} guess {self._guess}"
 
