@@ -125,10 +125,10 @@ def test_the_calculator_does_the_operation_it_is_asked_for_and_evaluates_no_text
     task = replace(domain.task(0, "train"), payload={"numbers": [3, 4, 2], "operators": "-*"})
     episode = domain.open(task)
     assert episode.first().messages[0].content == "3-4*2"
-    for text in ("calc 3-4*2", "calc 4**2", "calc __import__('os')", "calc 4+2", "calc 3*2", "calc 1+9999999"):
+    for text in ("calc 3", "calc 0", "calc 4*2", "calc __import__('os')", "calc", "calc 11"):
         assert episode.step(Action(text)).messages[0].content == "? 3-4*2"
-    assert episode.step(Action("calc 3-4")).messages[0].content == "-1*2"
-    assert episode.step(Action("calc -1*2")).messages[0].content == "-2"
+    assert episode.step(Action("calc 1")).messages[0].content == "-1*2"
+    assert episode.step(Action("calc 1")).messages[0].content == "-2"
     assert not episode.step(Action("answer -2")).facts["success"]
 
 
@@ -138,7 +138,7 @@ def test_the_calculator_does_the_operation_it_is_asked_for_and_evaluates_no_text
     ("guess", {"numbers": "3"}, "domain guess: numbers must be int; got '3'"),
     ("guess", {"numbers": 16}, "16 numbers need 5 guesses; got max_turns 4"),
     ("frozen_lake", {"size": 5, "max_turns": 7}, "size 5 takes at least 8 moves; got max_turns 7"),
-    ("calculator", {"largest": 6}, "largest 6 needs as many turns; got max_turns 4"),
+    ("calculator", {"largest": 6}, "largest 6 needs as many turns; got max_turns 5"),
     ("nowhere.at_all:X", {}, "needs the module nowhere"),
     ("json:loads", {}, "json:loads is not a Domain class"),
 ])
