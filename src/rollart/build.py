@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
+import inspect
 import json
 import os
+import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +37,7 @@ from rollart.control.wave import Wave
 from rollart.control.weight_sync import WeightSync
 from rollart.core.changed import Changed
 from rollart.core.clock import draw, now
-from rollart.core.errors import ConfigError, InvariantViolated, RollArtError
+from rollart.core.errors import ConfigError, InvariantViolated, RollArtError, RunError, first_error
 from rollart.core.events import Event, RunEnded, StepEnded
 from rollart.core.ports import EnvironmentPool, Trainer
 from rollart.core.tokens import Counted, floats, ids, join
@@ -84,17 +89,20 @@ def first_policy(recipe: Recipe, progress: Progress = lambda *_: None) -> Policy
     from rollart.backends.torch.threads import available
     from rollart.backends.torch.transformer import small_model
 
-    if recipe.model.path:
-        policy = load_policy(Path(recipe.model.path))
-    else:
-        policy = Policy(small_model(recipe.model.small, draw(recipe.seed, "model")), ByteChat())
+    def base() -> Policy:
+        if recipe.model.path:
+            return load_policy(Path(recipe.model.path))
+        return Policy(small_model(recipe.model.small, draw(recipe.seed, "model")), ByteChat())
+
     if recipe.warm_start is None:
-        return policy
+        return base()
+    if recipe.model.path and not Path(recipe.model.path).is_dir():
+        return base()  # says that it does not exist
     key = _warm_key(recipe)
     found = warm.cached(cache_folder(), key)
     if found is None:
-        sequences = _imitation(recipe, policy.chat)
-        warm.imitate(policy.model, sequences, recipe.warm_start, len(available()),
+        policy = base()
+        warm.imitate(policy.model, _imitation(recipe, policy.chat), recipe.warm_start, len(available()),
                      lambda step, steps, loss: progress("warm start", step, steps, loss))
         found = warm.store(cache_folder(), key, lambda folder: save_model(policy.model, folder, policy.chat))
     return load_policy(found)
@@ -122,9 +130,25 @@ def _warm_key(recipe: Recipe) -> dict[str, Any]:
     plain = recipe.to_json()
     domains = {name: {k: v for k, v in table.items() if k not in ("weight", "latency")}
                for name, table in plain["domains"].items()}
-    key = {"model": plain["model"], "warm_start": plain["warm_start"], "domains": domains, "seed": recipe.seed,
-           "format": 1}
+    files = []
+    if recipe.model.path:
+        files = [(str(f), f.stat().st_size, f.stat().st_mtime_ns)
+                 for f in sorted(Path(recipe.model.path).resolve().iterdir())]
+    key = {"model": plain["model"], "files": files, "warm_start": plain["warm_start"], "domains": domains,
+           "seed": recipe.seed, "code": _code_hash(recipe)}
     return json.loads(json.dumps(key))  # type: ignore[no-any-return]
+
+
+def _code_hash(recipe: Recipe) -> str:
+    """Of the code that a warm start depends on: players and texts of its domains, chat, model, imitation."""
+    from rollart.backends.torch import chat, losses, transformer, warm_start
+    from rollart.envs import demonstrations as playing
+
+    modules = [sys.modules[type(recipe.domain(name)).__module__] for name in recipe.domains]
+    digest = hashlib.sha256()
+    for module in (*modules, chat, losses, transformer, warm_start, playing):
+        digest.update(inspect.getsource(module).encode())
+    return digest.hexdigest()[:16]
 
 
 def _imitation(recipe: Recipe, chat: Chat) -> list[tuple[Sequence[int], Sequence[int]]]:
@@ -231,6 +255,8 @@ class Run:
                       "free": buffer.free},
             "waits": [{"who": w.who, "what": w.what, "seconds": round(time - w.since, 1)}
                       for w in self.pipeline.changed.waits[:20]],
+            "repairs": {"turns moved": self.proxy.moved, "engine restarts": self.pipeline.supervisor.restarts,
+                        "routed to another pool": self.proxy.routing.fallbacks},
             "in_flight": [dataclasses.asdict(item) | {"id": str(item.id)} for item in rollout.in_flight()[:20]],
             "engines": engines,
             "environments": {"processes": environments.live, "idle": environments.idle,
@@ -242,8 +268,10 @@ class Run:
         try:
             return await self.pipeline.run(self.restored)
         except (Exception, asyncio.CancelledError) as error:
-            with suppress(RollArtError):  # the ledger itself may be what failed
-                self.journal.emit(RunEnded(self.pipeline.buffer.version, f"failed: {first_error(error)}"))
+            cancelled = isinstance(error, asyncio.CancelledError)
+            reason = "interrupted" if cancelled else f"failed: {first_error(error)}"
+            with suppress(RollArtError, InvariantViolated):  # the ledger itself may be what failed
+                self.journal.emit(RunEnded(self.pipeline.buffer.version, reason))
             raise
 
 
@@ -261,20 +289,24 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         stack.callback(ledger.close)
         checkpoint = folder.newest_checkpoint() if resume else None
         version = checkpoint[0] if checkpoint else 0
-        policy = load_policy(checkpoint[1]) if checkpoint else await asyncio.to_thread(first_policy, recipe, progress)
+        if version > recipe.pipeline.steps:
+            raise ConfigError(f"pipeline.steps = {recipe.pipeline.steps} is below the checkpoint's {version} steps: "
+                              "set it higher")
+        policy = load_policy(checkpoint[1]) if checkpoint else await _in_thread(recipe, progress)
+        reference = (await _in_thread(recipe, progress)).model if recipe.algorithm.kl_coefficient else None
         restored = ledger.recover(version) if resume else None
 
         check = LedgerCheck(ledger)
         journal = Journal([_invariants(recipe), ledger, *subscribers(ledger), check])
         context = _context(recipe, policy)
-        trainer, weights = _trainer(recipe, policy)
+        trainer, weights = _trainer(recipe, policy, reference)
         stack.callback(trainer.close)
         if checkpoint:
             await trainer.load(checkpoint[1])
         engines = [_engine(f"{pool}-{i}", pool, recipe, policy, weights)
                    for pool, settings in recipe.pools.items() for i in range(settings.replicas)]
-        eval_engine = _engine("eval", "eval", recipe, policy, weights)
-        for engine in (*engines, eval_engine):
+        eval_engines = [_engine("eval", "eval", recipe, policy, weights)] if recipe.evaluation.tasks else []
+        for engine in (*engines, *eval_engines):
             engine.start()
             stack.push_async_callback(engine.close)
         environments = _environments(recipe)
@@ -285,7 +317,7 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         changed = Changed()
         affinity = {domain: pool for pool, settings in recipe.pools.items() for domain in settings.domains}
         rollout_settings = dataclasses.replace(recipe.rollout, context_tokens=context)
-        proxy = LLMProxy(engines, affinity, journal=journal, changed=changed)
+        proxy = LLMProxy(engines, affinity, journal=journal, changed=changed, full=recipe.engine.max_concurrent)
         schedule = recipe.schedule.schedule
         services = Services(
             proxy=proxy, environments=_with_latency(recipe, environments), renderer=policy.chat, scorer=scorer,
@@ -294,33 +326,46 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         buffer = SampleBuffer(batch_groups=rollout_settings.batch_groups, alpha=recipe.schedule.bound,
                               schedule=schedule, stale=recipe.schedule.stale,
                               spare_groups=rollout_settings.spare_groups, version=version)
-        tasks = TaskMix({name: Share(entry.weight, lambda i, name=name: recipe.domain(name).task(i, "train"))
+        tasks = TaskMix({name: Share(entry.weight, partial(recipe.domain(name).task, split="train"))
                          for name, entry in recipe.domains.items()}, draw(recipe.seed, "tasks"))
         rollout = RolloutScheduler(services, buffer, tasks, changed)
         sync = WeightSync(trainer, proxy, journal)
-        cluster = LocalCluster([*engines, eval_engine])
+        cluster = LocalCluster([*engines, *eval_engines])
         supervisor = Supervisor(cluster, proxy, sync, changed)
         pipeline = Pipeline(recipe.pipeline, algo=recipe.algorithm, buffer=buffer, changed=changed, rollout=rollout,
                             sync=sync, supervisor=supervisor, trainer=trainer, tasks=tasks, journal=journal,
                             checkpoints=FolderCheckpoints(folder, ledger, recipe.keep_checkpoints),
-                            evaluator=_evaluator(recipe, services, eval_engine, environments, changed, cluster))
+                            evaluator=_evaluator(recipe, services, eval_engines, environments, changed, cluster))
         check.rollout, check.before = rollout, ledger.counts()["dispatched"]
+        if checkpoint and pipeline.evaluator:
+            pipeline.evaluator.number = json.loads((checkpoint[1] / "state.json").read_text())["evaluations"]
         yield Run(recipe, folder, pipeline, proxy, environments, engines, trainer, ledger, journal, restored)
 
 
 def _invariants(recipe: Recipe) -> Invariants:
     rollout, schedule = recipe.rollout, recipe.schedule.schedule
     return Invariants(Bounds(
-        alpha=recipe.schedule.bound, slots=group_slots(recipe), group_size=rollout.group_size, free=schedule.free,
+        alpha=recipe.schedule.bound, slots=(recipe.schedule.bound + 1) * rollout.batch_groups + rollout.spare_groups,
+        group_size=rollout.group_size, free=schedule.free,
         bounded=schedule.check_always, max_replacements=rollout.max_replacements, pinned=("eval",)))
 
 
-def group_slots(recipe: Recipe) -> int:
-    """Most groups that are open, ready or in training at once."""
-    return (recipe.schedule.bound + 1) * recipe.rollout.batch_groups + recipe.rollout.spare_groups
+async def _in_thread(recipe: Recipe, progress: Progress) -> Policy:
+    """`first_policy` beside the event loop; a cancel ends it at its next step."""
+    stop = threading.Event()
+
+    def tell(what: str, step: int, steps: int, figure: float) -> None:
+        if stop.is_set():
+            raise RunError(f"{what} was interrupted")
+        progress(what, step, steps, figure)
+
+    try:
+        return await asyncio.to_thread(first_policy, recipe, tell)
+    finally:
+        stop.set()
 
 
-def _trainer(recipe: Recipe, policy: Policy) -> tuple[TorchTrainer, MemoryWeights]:
+def _trainer(recipe: Recipe, policy: Policy, reference: Transformer | None) -> tuple[TorchTrainer, MemoryWeights]:
     from rollart.backends.torch.checkpoint import save_model
     from rollart.backends.torch.learner import TorchTrainer
     from rollart.backends.torch.threads import shares
@@ -333,7 +378,7 @@ def _trainer(recipe: Recipe, policy: Policy) -> tuple[TorchTrainer, MemoryWeight
     trainer = TorchTrainer(policy.model, settings, recipe.algorithm, weights,
                            temperature=recipe.sampling.temperature, seed=draw(recipe.seed, "learner"),
                            export=lambda folder: save_model(policy.model, folder, policy.chat),
-                           reference=first_policy(recipe).model if recipe.algorithm.kl_coefficient else None,
+                           reference=reference,
                            cores=shares()[1])
     return trainer, weights
 
@@ -349,10 +394,10 @@ def _environments(recipe: Recipe) -> ProcessEnvironments:
     """As many processes as episodes can run at once, unless the recipe says fewer."""
     settings, rollout = recipe.environments, recipe.rollout
     if not settings.max_processes:
-        most = group_slots(recipe) * (rollout.group_size + rollout.spares) + recipe.evaluation.concurrent
+        most = recipe.slots * (rollout.group_size + rollout.spares) + recipe.evaluation.concurrent
         settings = dataclasses.replace(settings, max_processes=most)
     return ProcessEnvironments({name: entry.settings for name, entry in recipe.domains.items()}, settings,
-                               wait_seconds=rollout.open_seconds, open_seconds=rollout.open_seconds,
+                               wait_seconds=0.9 * rollout.open_seconds, open_seconds=rollout.open_seconds,
                                call_seconds=rollout.environment_seconds)
 
 
@@ -361,15 +406,16 @@ def _with_latency(recipe: Recipe, pool: EnvironmentPool) -> EnvironmentPool:
     return InjectedLatency(pool, latencies, draw(recipe.seed, "latency")) if latencies else pool
 
 
-def _evaluator(recipe: Recipe, services: Services, engine: EmbeddedEngine, environments: EnvironmentPool,
+def _evaluator(recipe: Recipe, services: Services, engines: Sequence[EmbeddedEngine], environments: EnvironmentPool,
                changed: Changed, cluster: LocalCluster | None = None) -> Evaluator | None:
     """Evaluation plays the domains as they are, without injected latency, on an engine of its own."""
-    if not recipe.evaluation.tasks:
+    if not engines:
         return None
-    proxy = LLMProxy([engine], {}, journal=services.journal, changed=changed, wait_seconds=30.0)
+    proxy = LLMProxy(engines, {}, journal=services.journal, changed=changed, wait_seconds=30.0)
     own = dataclasses.replace(services, proxy=proxy, environments=environments, wave=None,
                               sampling=recipe.evaluation.sampling)
-    tasks = [recipe.domain(name).task(i, "eval") for i in range(recipe.evaluation.tasks) for name in recipe.domains]
+    domains = [recipe.domain(name) for name in recipe.domains]
+    tasks = [domain.task(i, "eval") for i in range(recipe.evaluation.tasks) for domain in domains]
     return Evaluator(own, tasks, concurrent=recipe.evaluation.concurrent, cluster=cluster)
 
 
@@ -395,14 +441,6 @@ async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[Eva
                             environments=environments, renderer=policy.chat, scorer=scorer, journal=journal,
                             settings=dataclasses.replace(recipe.rollout, context_tokens=context),
                             seed=draw(recipe.seed, "eval"))
-        evaluator = _evaluator(recipe, services, engine, environments, Changed())
+        evaluator = _evaluator(recipe, services, [engine], environments, Changed())
         assert evaluator is not None
         return await evaluator.run(manifest)
-
-
-def first_error(error: BaseException) -> BaseException:
-    """The error to tell: out of the groups of a TaskGroup, our own mistakes before others."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    leaves = [first_error(inner) for inner in error.exceptions]
-    return next((leaf for leaf in leaves if isinstance(leaf, InvariantViolated)), leaves[0])

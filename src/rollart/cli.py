@@ -14,10 +14,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from rollart import __version__
 from rollart.config.recipe import Recipe, from_tables, load_recipe
-from rollart.core.errors import ConfigError, InvariantViolated, RollArtError
+from rollart.core.errors import ConfigError, RollArtError, RunError, first_error
 from rollart.observe.run_folder import RunFolder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -31,18 +32,13 @@ Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE",
                                                 help="Override a recipe key, e.g. pipeline.steps=20. Repeatable.")]
 
 
+def _tell(text: str, style: str = "") -> None:
+    errors.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
 def _fail(message: str, code: int) -> None:
-    errors.print(f"[bold red]error:[/] {message}" if errors.is_terminal else f"error: {message}", highlight=False,
-                 soft_wrap=True)
+    _tell(f"error: {message}", "red")
     raise SystemExit(code)
-
-
-def _flatten(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _flatten(inner)
-    else:
-        yield error
 
 
 @contextmanager
@@ -51,8 +47,7 @@ def _clear_errors(resume: Path | None = None) -> Iterator[None]:
     try:
         yield
     except (RollArtError, OSError, sqlite3.Error, BaseExceptionGroup) as error:
-        inner = list(_flatten(error))
-        first = next((e for e in inner if isinstance(e, InvariantViolated)), inner[0])
+        first = first_error(error)
         if isinstance(first, ConfigError):
             _fail(str(first), 2)
         hint = f"; continue with: rollart train --resume {resume}" if resume and "--resume" not in str(first) else ""
@@ -92,8 +87,10 @@ def train(
             from rollart.config.toml import override
 
             tables = RunFolder(resume).read_config()
+            before = from_tables(tables)
             override(tables, sets or [])
             settings = from_tables(tables)
+            _check_resume(before, settings)
         else:
             assert recipe is not None
             settings = load_recipe(recipe, sets or [])
@@ -103,17 +100,31 @@ def train(
         folder = RunFolder(resume or run or _free_folder(settings.name))
         if resume:
             folder.resume()
+            folder.rewrite_config(settings.to_json())
         else:
             folder.create(settings.to_json())
     with _clear_errors(folder.path):
         try:
             with folder:
                 finished = asyncio.run(_train(settings, folder, resume=bool(resume)))
+        except ConfigError:
+            if not resume:
+                folder.discard()
+            raise
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            finished = False
         finally:
             _report(folder)
     if not finished:
-        errors.print(f"interrupted; continue with: rollart train --resume {folder.path}", highlight=False)
+        _tell(f"interrupted; continue with: rollart train --resume {folder.path}")
         raise SystemExit(130)
+
+
+def _check_resume(before: Recipe, after: Recipe) -> None:
+    """What a run is made of stays as it began; the rest may change. Raises ConfigError."""
+    for name in ("seed", "model", "warm_start", "domains"):
+        if getattr(before, name) != getattr(after, name):
+            raise ConfigError(f"--resume goes on with the same {name}: leave {name} out of --set, or start a new run")
 
 
 def _free_folder(name: str) -> Path:
@@ -126,7 +137,7 @@ def _free_folder(name: str) -> Path:
 def _describe(recipe: Recipe) -> None:
     """The resolved recipe and what it amounts to."""
     rollout, bound = recipe.rollout, recipe.schedule.bound
-    slots = (bound + 1) * rollout.batch_groups + rollout.spare_groups
+    slots = recipe.slots
     per_step = rollout.batch_groups * rollout.group_size
     weights = {name: entry.weight for name, entry in recipe.domains.items()}
     console.print_json(json.dumps(recipe.to_json()))
@@ -184,8 +195,9 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
         nonlocal asked
         if asked and task:
             task.cancel()
-        asked = True
-        stop()
+        else:
+            asked = True
+            stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
@@ -209,7 +221,9 @@ def evaluate(
         from rollart.config.toml import override
 
         folder = RunFolder(target)
-        if folder.config.exists():
+        if folder.database.exists():
+            if recipe:
+                raise ConfigError(f"{target} is a run with a recipe of its own: leave --recipe out")
             tables = folder.read_config()
             override(tables, sets or [])
             settings, newest = from_tables(tables), folder.newest_checkpoint()
@@ -224,13 +238,16 @@ def evaluate(
         from rollart.build import evaluate_policy
 
         results = asyncio.run(evaluate_policy(settings, path, tasks))
+        if not results:
+            raise RunError(f"{path} could not be evaluated: the engine was lost")
     if as_json:
         typer.echo(json.dumps({r.domain: {"success": r.success, "reward": r.reward, "tasks": r.tasks,
                                           "failed": r.failed} for r in results}))
         return
     for r in results:
         failed = f", {r.failed} failed" if r.failed else ""
-        console.print(f"{r.domain:20} success {r.success:.3f}   reward {r.reward:.3f}   {r.tasks} tasks{failed}")
+        console.print(f"{escape(r.domain):20} success {r.success:.3f}   reward {r.reward:.3f}   "
+                      f"{r.tasks} tasks{failed}")
 
 
 @app.command()
@@ -274,12 +291,12 @@ def envs_list() -> None:
         try:
             kind = domain_class(name)
         except ConfigError as missing:
-            console.print(f"[bold]{name}[/]: {missing}")
+            console.print(f"[bold]{name}[/]: {escape(str(missing))}")
             continue
         module = sys.modules[kind.__module__].__doc__ or ""
         console.print(f"[bold]{name}[/]: {module.strip().splitlines()[0]}")
         for f in dataclasses.fields(kind.Settings):
-            console.print(f"    {f.name} = {f.default!r}", highlight=False)
+            console.print(f"    {f.name} = {f.default!r}", highlight=False, markup=False)
 
 
 @envs_app.command("play")

@@ -31,7 +31,7 @@ def test_every_recipe_that_ships_is_valid_and_makes_itself_again(path):
     ("sampling.top_p", 0.9, "top_p = 1"),
     ("sampling.temperature", 0.0, "temperature"),
     ("reward.score_seconds", 100.0, "does not fit into"),
-    ("pools.default.domains", ["calculatr"], "did you mean calculator"),
+    ("pools.default.domains", ["calculatr"], "did you mean 'calculator'"),
     ("algorithm.clip_low", 2.0, "clip_low"),
     ("learner.learning_rate", "fast", "learner.learning_rate"),
     ("engine.context_tokens", 8, "does not fit a context of 8"),

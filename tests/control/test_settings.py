@@ -12,7 +12,6 @@ def test_the_five_schedules_differ_where_the_paper_says() -> None:
     s = SCHEDULES
     assert list(s) == ["sync", "sync_plus", "one_off", "areal", "rollart"]
     assert [n for n in s if s[n].turn_barrier] == ["sync"]
-    assert [n for n in s if not s[n].async_reward] == ["sync"]
     assert [s[n].overlap for n in s] == [Overlap.NONE, Overlap.NONE, Overlap.ONE_OFF, Overlap.BOUNDED, Overlap.BOUNDED]
     assert [s[n].free for n in s] == [FreeSlots.LIVE, FreeSlots.LIVE, FreeSlots.TAKEN, FreeSlots.STEPPED,
                                       FreeSlots.LIVE]

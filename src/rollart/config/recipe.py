@@ -15,12 +15,12 @@ from rollart.algo.settings import AlgoSettings
 from rollart.backends.process.environments import ProcessSettings
 from rollart.backends.process.scorer import ScorerSettings
 from rollart.backends.torch.settings import EngineSettings, LearnerSettings, SmallModel, WarmStartSettings
-from rollart.config.toml import build, nearest, override, read_toml
+from rollart.config.toml import build, override, read_toml
 from rollart.control.pipeline import PipelineSettings
-from rollart.control.settings import RolloutSettings, ScheduleSettings
+from rollart.control.settings import FreeSlots, RolloutSettings, ScheduleSettings
 from rollart.core.errors import ConfigError
 from rollart.core.types import Sampling, StalePolicy
-from rollart.envs.domain import Domain, make_domain
+from rollart.envs.domain import Domain, make_domain, nearest
 from rollart.envs.latency import Latency
 
 
@@ -59,7 +59,7 @@ class PoolSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DomainEntry:
-    """One domain of the mix: its weight, what injects latency, and the domain's own settings."""
+    """One domain of the mix: its weight, what injects latency, and all of the domain's own settings."""
 
     weight: float
     settings: Mapping[str, Any]
@@ -87,6 +87,12 @@ class Recipe:
     reward: ScorerSettings = field(default_factory=ScorerSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     domains: Mapping[str, DomainEntry] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> int:
+        """Most groups that are open, ready or in training at once."""
+        held = 1 if self.schedule.schedule.free is FreeSlots.TAKEN else self.schedule.bound + 1
+        return held * self.rollout.batch_groups + self.rollout.spare_groups
 
     def domain(self, name: str) -> Domain:
         """The domain as this recipe sets it. Raises ConfigError."""
@@ -131,7 +137,7 @@ def from_tables(tables: Mapping[str, Any]) -> Recipe:
                 raise ConfigError(f"{key} must be {plain[key].__name__}; got {value!r}")
             values[key] = value
         elif key not in known:
-            raise ConfigError(f"unknown key {key}: {nearest(key, known)}")
+            raise ConfigError(f"unknown key {key}{nearest(key, known)}")
         elif not isinstance(value, Mapping):
             raise ConfigError(f"{key} must be a table [{key}]; got {value!r}")
         elif key in SECTIONS:
@@ -153,8 +159,8 @@ def _domain(name: str, table: Any) -> DomainEntry:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
         raise ConfigError(f"domains.{name}.weight must be a number >= 0; got {weight!r}")
     latency = settings.pop("latency", None)
-    make_domain(name, settings)
-    return DomainEntry(weight=float(weight), settings=settings,
+    resolved = dataclasses.asdict(make_domain(name, settings).settings)
+    return DomainEntry(weight=float(weight), settings=resolved,
                        latency=None if latency is None else build(Latency, latency, f"domains.{name}.latency"))
 
 
@@ -174,7 +180,7 @@ def _check(recipe: Recipe) -> None:
     if rollout.spare_groups and recipe.schedule.stale is StalePolicy.WAIT:
         raise ConfigError(f"schedule.stale = wait trains every group, so rollout.spare_groups must be 0; "
                           f"got {rollout.spare_groups}")
-    if rollout.group_size < 2 and recipe.algorithm.normalisation != "mean_ratio":
+    if rollout.group_size < 2:
         raise ConfigError(f"group advantages compare trajectories, so rollout.group_size must be at least 2; got "
                           f"{rollout.group_size}")
     if recipe.model.path and recipe.model.small != SmallModel():
@@ -189,12 +195,27 @@ def _check(recipe: Recipe) -> None:
                           f"rollout.score_seconds = {rollout.score_seconds:g} s")
     if not recipe.pools:
         raise ConfigError("at least one pool of engines is needed, for example [pools.default]")
+    bound: dict[str, str] = {}
     for pool, settings in recipe.pools.items():
         for domain in settings.domains:
             if domain not in recipe.domains:
-                raise ConfigError(f"pools.{pool}.domains: no domain {domain}: {nearest(domain, recipe.domains)}")
-    needed = max(recipe.domain(name).settings.max_tokens for name in recipe.domains)
-    limit = rollout.context_tokens or recipe.engine.context_tokens
+                raise ConfigError(f"pools.{pool}.domains: no domain {domain}{nearest(domain, recipe.domains)}")
+            if domain in bound:
+                raise ConfigError(f"domain {domain} is bound to two pools, {bound[domain]} and {pool}: keep one")
+            bound[domain] = pool
+    for name in recipe.warm_start.error_rates if recipe.warm_start else ():
+        if name not in recipe.domains:
+            raise ConfigError(f"warm_start.error_rates: no domain {name}{nearest(name, recipe.domains)}")
+    learner = recipe.learner
+    if learner.schedule != "constant" and learner.warmup_steps >= (learner.total_steps or recipe.pipeline.steps):
+        raise ConfigError(f"learner.warmup_steps = {learner.warmup_steps} must be below the schedule's length of "
+                          f"{learner.total_steps or recipe.pipeline.steps} steps")
+    needed = max(entry.settings["max_tokens"] for entry in recipe.domains.values())
+    engine = recipe.engine.context_tokens
+    if engine and rollout.context_tokens > engine:
+        raise ConfigError(f"rollout.context_tokens = {rollout.context_tokens} must be at most engine.context_tokens = "
+                          f"{engine}")
+    limit = rollout.context_tokens or engine
     if limit and needed >= limit:
         raise ConfigError(f"an action of {needed} tokens does not fit a context of {limit} tokens: raise "
                           "engine.context_tokens or lower the domain's max_tokens")

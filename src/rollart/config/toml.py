@@ -6,18 +6,20 @@ Keeps true: every key that is accepted sets something; an unknown one is refused
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import json
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from rollart.core.errors import ConfigError
+from rollart.envs.domain import nearest
 
 T = TypeVar("T")
+_SCALARS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -39,27 +41,27 @@ def override(tables: dict[str, Any], assignments: Iterable[str]) -> None:
         if not equals or not path.strip():
             raise ConfigError(f"--set needs key=value, for example pipeline.steps=20; got {assignment!r}")
         try:
-            value = tomllib.loads(f"value = {text}")["value"]
+            added = tomllib.loads(assignment)
         except tomllib.TOMLDecodeError:
-            value = text
-        *parents, last = path.strip().split(".")
-        table = tables
-        for name in parents:
-            table = table.setdefault(name, {})
-            if not isinstance(table, dict):
-                raise ConfigError(f"--set {path.strip()}: {name} is a value, not a table")
-        table[last] = value
+            try:
+                added = tomllib.loads(f"{path} = {json.dumps(text.strip())}")
+            except tomllib.TOMLDecodeError as error:
+                raise ConfigError(f"--set {assignment!r}: {path.strip()} is not a key of TOML: {error}") from None
+        _merge(tables, added, path.strip())
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`did you mean x?`, or all there are."""
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+def _merge(into: dict[str, Any], added: Mapping[str, Any], path: str) -> None:
+    for name, value in added.items():
+        if isinstance(value, dict) and value:
+            if not isinstance(into.setdefault(name, {}), dict):
+                raise ConfigError(f"--set {path}: {name} is a value, not a table")
+            _merge(into[name], value, path)
+        else:
+            into[name] = value
 
 
 def check_keys(table: object, kind: Any, where: str) -> None:
-    """Refuse keys that `kind` (a dataclass, or a union with one) has no field for, at any depth."""
+    """Refuse keys that `kind` (a dataclass, or a union with one) has no field for, at any depth, and wrong types."""
     options = [kind, *typing.get_args(kind)]
     owner = next((k for k in options if dataclasses.is_dataclass(k)), None)
     if owner is None or not isinstance(table, Mapping):
@@ -68,14 +70,19 @@ def check_keys(table: object, kind: Any, where: str) -> None:
     known = {f.name for f in dataclasses.fields(owner)}
     for key, value in table.items():
         if key not in known:
-            raise ConfigError(f"unknown key {where}{key}: {nearest(key, known)}")
-        check_keys(value, hints[key], f"{where}{key}.")
+            raise ConfigError(f"unknown key {where}{key}{nearest(key, known)}")
+        expected = hints[key]
+        if expected in _SCALARS and not (type(value) is expected or (expected is float and type(value) is int)):
+            raise ConfigError(f"{where}{key} must be {_SCALARS[expected]}; got {value!r}")
+        check_keys(value, expected, f"{where}{key}.")
 
 
-def build(kind: type[T], table: Mapping[str, Any], where: str) -> T:
-    """`kind` from a table, types checked strictly. Raises ConfigError in one line that names the key."""
+def build(kind: type[T], table: object, where: str) -> T:
+    """`kind` from a table, types checked. Raises ConfigError in one line that names the key."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} must be a table [{where}]; got {table!r}")
     check_keys(table, kind, f"{where}.")
-    adapter: TypeAdapter[T] = TypeAdapter(_lax(kind))
+    adapter: TypeAdapter[T] = TypeAdapter(kind)
     try:
         return adapter.validate_python(dict(table))
     except ValidationError as error:
@@ -84,10 +91,3 @@ def build(kind: type[T], table: Mapping[str, Any], where: str) -> T:
         message = first["msg"].removeprefix("Value error, ")
         shown = "" if message.startswith(where) or "got" in message else f"; got {first['input']!r}"
         raise ConfigError(f"{key}: {message}{shown}") from None
-
-
-def _lax(kind: Any) -> Any:
-    """The dataclass as pydantic sees it: no conversion of strings to numbers, no unknown keys."""
-    if not hasattr(kind, "__pydantic_config__"):
-        kind.__pydantic_config__ = ConfigDict(extra="forbid", strict=False)
-    return kind

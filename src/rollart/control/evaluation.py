@@ -35,12 +35,11 @@ class Evaluator:
             raise ValueError(f"evaluation needs at least 1 concurrent episode; got {concurrent}")
         self._s, self._tasks, self._concurrent, self._cluster = services, tasks, concurrent, cluster
         self.number = 0
-        self.results: list[tuple[EvalResult, ...]] = []
 
     async def run(self, manifest: Manifest, sync: WeightSync | None = None) -> tuple[EvalResult, ...]:
         """Play every task once; one result per domain, in the tasks' order. Failed episodes count as not solved.
 
-        Without an engine that comes up there is no evaluation: no result, rather than a success of 0.
+        Without an engine that comes up and stays up there is no result, rather than a success of 0.
         """
         number, self.number = self.number, self.number + 1
         started = now()
@@ -68,8 +67,9 @@ class Evaluator:
 
         async with asyncio.TaskGroup() as nursery:
             playing = [nursery.create_task(play(i, task), name=f"e{number}.{i}") for i, task in enumerate(self._tasks)]
+        if not proxy.routing.live:
+            return ()  # the engine was lost: what failed says nothing of the policy
         results = summarise([p.result() for p in playing], manifest.version)
-        self.results.append(results)
         self._s.journal.emit(EvalEnded(number, manifest.version, results, now() - started))
         return results
 

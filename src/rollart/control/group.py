@@ -28,6 +28,7 @@ class GroupRun:
         self._started_before = started
         self._stopping: dict[asyncio.Task[Trajectory], EnvManager] = {}
         self.errors: list[str] = []
+        self.began = False
         self.kept = False
         """The buffer has it: its good members are no longer this group's to give up."""
         self.end_fate, self.end_reason = Fate.CANCELLED, "spare"
@@ -94,8 +95,9 @@ class GroupRun:
                 await asyncio.wait(running)
             except asyncio.CancelledError:
                 cancelled = True
-        stopped, self._stopping = self._stopping, {}
-        for manager in stopped.values():
+        stopped = dict(self._stopping)
+        for member, manager in stopped.items():
+            del self._stopping[member]
             ended = manager.trajectory(Outcome.ABORTED, error=self.end_reason)
             self._s.journal.emit(TrajectoryEnded(ended, self.end_fate))
         for member in stopped:

@@ -88,6 +88,7 @@ class Pipeline:
         """Train to `settings.steps`. True if it got there, False if it was stopped. Raises RunError, PortError."""
         buffer = self.buffer
         first = buffer.version
+        self._saved = first if restored and first else None
         self.journal.emit(RunStarted(first, self.settings.steps, restored is not None))
         if restored:
             self.rollout.restore(restored)

@@ -142,6 +142,7 @@ class RolloutScheduler:
             self.drop([id], Fate.STALE, "beyond the staleness bound")
 
     async def _drive(self, group: GroupRun) -> None:
+        group.began = True
         try:
             if await group.run():
                 self._complete(group)
@@ -151,8 +152,10 @@ class RolloutScheduler:
         finally:
             try:
                 await group.stop()
-            finally:
+            except asyncio.CancelledError:
                 self._closed(group)
+                raise
+            self._closed(group)  # not after an error: the books are not whole then, and the run ends
 
     def _complete(self, group: GroupRun) -> None:
         finished = Group(group.id, group.task, group.born, tuple(group.good))
@@ -166,7 +169,7 @@ class RolloutScheduler:
 
     def _never_began(self, group: GroupRun, task: asyncio.Task[None]) -> None:
         """A group that was cancelled before its first step never runs its `finally`."""
-        if group.id in self.groups:
+        if not group.began:
             self._closed(group)
 
     def _closed(self, group: GroupRun) -> None:

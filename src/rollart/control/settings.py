@@ -28,13 +28,12 @@ class FreeSlots(StrEnum):
 class Schedule:
     """One way to order rollout, reward, training and weight updates.
 
-    turn_barrier: environments of a batch move turn by turn together; async_reward: a trajectory is scored when it
-    ends, not when the batch ends; check_always: staleness is checked at every turn and version, not only at the start.
+    turn_barrier: environments of a batch move turn by turn together, and rewards begin after the last of them;
+    check_always: staleness is checked at every turn and version, not only at the start.
     """
 
     name: str
     turn_barrier: bool = False
-    async_reward: bool = True
     overlap: Overlap = Overlap.BOUNDED
     free: FreeSlots = FreeSlots.LIVE
     check_always: bool = True
@@ -53,7 +52,7 @@ class Schedule:
 SCHEDULES: dict[str, Schedule] = {
     s.name: s
     for s in (
-        Schedule(name="sync", turn_barrier=True, async_reward=False, overlap=Overlap.NONE, fixed_alpha=0),
+        Schedule(name="sync", turn_barrier=True, overlap=Overlap.NONE, fixed_alpha=0),
         Schedule(name="sync_plus", overlap=Overlap.NONE, fixed_alpha=0),
         Schedule(name="one_off", overlap=Overlap.ONE_OFF, free=FreeSlots.TAKEN, fixed_alpha=1),
         Schedule(name="areal", free=FreeSlots.STEPPED, check_always=False),

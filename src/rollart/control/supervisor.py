@@ -36,7 +36,8 @@ class Supervisor:
                 for engine in self._lost():
                     self._mending[engine] = nursery.create_task(self._mend(engine), name=f"mend {engine}")
         finally:
-            watching.cancel()
+            for task in (watching, *self._mending.values()):
+                task.cancel()
 
     def _lost(self) -> list[str]:
         if not self._proxy.started:

@@ -64,6 +64,7 @@ class WeightSync:
         for version in [v for v in self._retiring if not self._pins.get(v)]:
             try:
                 async with asyncio.timeout(self._publish_seconds):
-                    await self._trainer.retire(self._retiring.pop(version))
+                    if manifest := self._retiring.pop(version, None):
+                        await self._trainer.retire(manifest)
             except TimeoutError:
                 raise TrainerLost(f"retiring version {version}: no answer in {self._publish_seconds:g} s") from None

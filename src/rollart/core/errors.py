@@ -69,3 +69,11 @@ class NoCapacity(PortError):
 
 class InvariantViolated(AssertionError):
     """Our own logic is wrong. Names the invariant (I1-I8). Never caught."""
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The error to tell: out of the groups that a TaskGroup raises, our own mistakes before others."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [first_error(inner) for inner in error.exceptions]
+    return next((leaf for leaf in leaves if isinstance(leaf, InvariantViolated)), leaves[0])

@@ -140,9 +140,11 @@ def make_domain(name: str, settings: Mapping[str, Any] | None = None) -> Domain:
         if type(value) is not expected and not (expected is float and type(value) is int):
             raise ConfigError(f"domain {name}: {key} must be {expected.__name__}; got {value!r}")
     try:
-        return kind(kind.Settings(**values))
+        domain = kind(kind.Settings(**values))
     except ValueError as error:
         raise ConfigError(f"domain {name}: {error}") from None
+    domain.name = name  # type: ignore[misc]  # tasks carry the name that the recipe uses, also of `module:Class`
+    return domain
 
 
 def domain_class(name: str) -> type[Domain]:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class Ledger:
                  clock: Callable[[], float] = time.time) -> None:
         self.path, self._commit_seconds, self._clock = Path(path), commit_seconds, clock
         self._sweeper: threading.Thread | None = None
+        self._failed: RunError | None = None
         self._committed = self._swept = time.monotonic()
         with self._errors():
             self._db = sqlite3.connect(self.path, isolation_level=None, timeout=5.0)
@@ -316,13 +317,16 @@ class Ledger:
                 self._sweeper.start()
 
     def close(self) -> None:
-        with self._errors():
-            self._drop_some(30.0)
-        self.flush()
-        if self._sweeper:
-            self._sweeper.join(30.0)
-        with self._errors():
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        try:
+            if not self._failed:
+                with self._errors():
+                    self._drop_some(30.0)
+                self.flush()
+                if self._sweeper:
+                    self._sweeper.join(30.0)
+                with self._errors():
+                    self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
             self._db.close()
 
     def _do(self, statement: str, *values: Any) -> None:
@@ -342,13 +346,20 @@ class Ledger:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
+        """A failed write is the last one: what came after it would stand beside a gap."""
+        if self._failed:
+            raise self._failed
         try:
             yield
         except sqlite3.IntegrityError as error:
             raise InvariantViolated(f"I2: the ledger has this already: {error}") from error
         except sqlite3.DatabaseError as error:
-            raise RunError(f"the ledger {self.path} cannot be used ({error}): see that its disk has room and can be "
-                           f"written, then continue with --resume {self.path.parent}") from error
+            self._failed = RunError(f"the ledger {self.path} cannot be used ({error}): see that its disk has room and "
+                                    f"can be written, then continue with --resume {self.path.parent}")
+            if self._db.in_transaction:
+                with suppress(sqlite3.DatabaseError):
+                    self._db.execute("ROLLBACK")
+            raise self._failed from error
 
 
 def _sweep(path: Path) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from rollart.core.events import BatchTaken, EvalEnded, Event, RunStarted, StepEnded, WeightsLive
 from rollart.observe.accounts import Accounts
@@ -36,7 +37,7 @@ class ProgressView:
         self._held_out: defaultdict[str, list[float]] = defaultdict(list)
         self._line: dict[str, str] = {}
         self._accounts: Accounts | None = None
-        self._generated = self._last_generated = 0
+        self._last_generated = 0
         self._last_step = time.monotonic()
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4) \
             if console.is_terminal else None
@@ -78,6 +79,9 @@ class ProgressView:
         match event:
             case RunStarted(version=version, steps=steps):
                 self._begin("training", steps)
+                self._last_step = time.monotonic()
+                if self._accounts:
+                    self._last_generated = self._accounts.token_totals()["generated"]
                 self._bar.update(self._bar.task_ids[-1], completed=version)
                 self._note = "evaluating the first weights beside the first steps" if not version else "resumed"
             case BatchTaken(staleness=staleness, waited=waited):
@@ -118,7 +122,7 @@ class ProgressView:
         self._doing, self._task = what, self._bar.add_task(what, total=steps)
 
     def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = [self._bar]
@@ -129,7 +133,7 @@ class ProgressView:
             for name, value in self._line.items():
                 facts.add_row(f"[dim]{name}[/]", value)
             parts.append(facts)
-        parts.append(f"[dim]{self._note}[/]")
+        parts.append(Text(self._note, style="dim"))
         return Group(*parts)
 
     def _table(self) -> Table:

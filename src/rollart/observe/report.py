@@ -99,14 +99,14 @@ def _headline(view: RunView) -> str:
         out.append(f'<div class="card"><h3><span class="dot c{i % 6}"></span>{escape(name)}</h3>'
                    f'<div class="change">{change}</div><div class="note">{note}</div></div>')
     bound = s["staleness"]["bound"]
-    tiles = {
-        f"{s['steps']:,}": "optimizer steps", _duration(s["wall_seconds"]): "wall time",
-        f"{s['ledger']['trained']:,}": f"trajectories trained, of {s['ledger']['dispatched']:,}",
-        f"{view.rate:,.0f}": "sampled tokens per second", f"{s['trainer_idle_fraction']:.0%} ": "trainer waited",
-        f"{s['staleness']['max']} of {'?' if bound is None else bound}": "largest staleness, and its bound",
-        f"{_share(s['tokens']['wasted'], s['tokens']['generated']):.1%}": "of sampled tokens taught nothing"}
+    tiles = [
+        (f"{s['steps']:,}", "optimizer steps"), (_duration(s["wall_seconds"]), "wall time"),
+        (f"{s['ledger']['trained']:,}", f"trajectories trained, of {s['ledger']['dispatched']:,}"),
+        (f"{view.rate:,.0f}", "sampled tokens per second"), (f"{s['trainer_idle_fraction']:.0%}", "trainer waited"),
+        (f"{s['staleness']['max']} of {'?' if bound is None else bound}", "largest staleness, and its bound"),
+        (f"{_share(s['tokens']['wasted'], s['tokens']['generated']):.1%}", "of sampled tokens taught nothing")]
     boxes = "".join(f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-                    for value, name in tiles.items())
+                    for value, name in tiles)
     return f'<div class="grid-cards">{"".join(out)}</div><div class="tiles">{boxes}</div>'
 
 

@@ -30,7 +30,7 @@ LOCK_SECONDS = 0.5
 
 def atomic_write(path: Path, data: str | bytes, *, durable: bool = True) -> None:
     """Replace `path` as a whole. `durable`: it also survives a power cut when this returns."""
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with part.open("wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
         if durable:
@@ -65,7 +65,7 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"--run {self.path} needs a folder that can be written: {error.strerror}") from None
         self._take_lock()
-        atomic_write(self.config, json.dumps(config, indent=2, sort_keys=True) + "\n")
+        self.rewrite_config(config)
         return self
 
     def resume(self) -> dict[str, Any]:
@@ -73,6 +73,18 @@ class RunFolder:
         config = self.read_config()
         self._take_lock()
         return config
+
+    def discard(self) -> None:
+        """Take back a run that never began: what `create` and the ledger made is removed, nothing else."""
+        for path in (self.config, self.status, self.metrics, self.path / "lock", *self.path.glob("run.db*")):
+            path.unlink(missing_ok=True)
+        for folder in (self.checkpoints, self.path):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+    def rewrite_config(self, config: Mapping[str, Any]) -> None:
+        """What a resume changed, so that the next resume and readers see it too."""
+        atomic_write(self.config, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
     def exists(self) -> bool:
         return self.config.exists() or self.database.exists()

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ class StatusWriter:
 
     def write(self) -> None:
         status = {"pid": os.getpid(), "at": time.time(), **self._snapshot()}
-        atomic_write(self._path, json.dumps(status, default=str), durable=False)
+        with suppress(OSError):  # a full disk ends the run elsewhere; here the next second tries again
+            atomic_write(self._path, json.dumps(status, default=str), durable=False)
 
     async def run(self) -> None:
         """Write until cancelled, and once more then."""

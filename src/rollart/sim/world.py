@@ -23,7 +23,7 @@ from rollart.control.wave import Wave
 from rollart.control.weight_sync import WeightSync
 from rollart.core.changed import Changed
 from rollart.core.clock import draw, now
-from rollart.core.errors import InvariantViolated, RunError, Stalled, TrainerLost
+from rollart.core.errors import RunError, Stalled, TrainerLost, first_error
 from rollart.core.events import BatchTaken, Event, GroupEnded, GroupReady
 from rollart.core.types import Restored, Task, Version
 from rollart.observe.invariants import Bounds, Invariants
@@ -223,8 +223,7 @@ def simulate(world: World, seed: int) -> SimResult:
     try:
         run, ended, seconds = run_virtual(main(), loop=loop)
     except BaseExceptionGroup as group:
-        leaves = _leaves(group)
-        raise next((e for e in leaves if isinstance(e, InvariantViolated)), leaves[0]) from group
+        raise first_error(group) from group
     invariants = run.invariants
     return SimResult(digest=run.digest.hexdigest(), ended=ended, steps=invariants.trainer, seconds=seconds,
                      counts=_named(invariants.fates), tokens=_named(invariants.tokens), events=run.journal.sequence,

@@ -10,9 +10,10 @@ import torch
 
 from rollart.algo.samples import make_batch
 from rollart.algo.settings import AlgoSettings
-from rollart.backends.torch.learner import TorchTrainer, choose_device, rate_at
+from rollart.backends.torch.learner import TorchTrainer, rate_at
 from rollart.backends.torch.losses import action_logprobs, pack_sequences, policy_loss
 from rollart.backends.torch.settings import LearnerSettings, SmallModel
+from rollart.backends.torch.threads import choose_device
 from rollart.backends.torch.transformer import small_model
 from rollart.backends.torch.weights import MemoryWeights
 from rollart.core.clock import stream

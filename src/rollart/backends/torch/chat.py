@@ -64,11 +64,11 @@ class ByteChat:
     vocabulary_size = 256 + len(_SPECIALS)
 
     def prompt(self, messages: Sequence[Message]) -> Tokens:
-        """All messages and the assistant's header. Raises ValueError for an unknown role."""
+        """All messages and the assistant's header. Raises ConfigError for an unknown role."""
         out = ids()
         for message in messages:
             if message.role not in _HEADERS:
-                raise ValueError(f"a message's role must be one of {', '.join(ROLES)}; got {message.role!r}")
+                raise ConfigError(f"a message's role must be one of {', '.join(ROLES)}; got {message.role!r}")
             out.append(_HEADERS[message.role])
             out.extend(_real(message.content).encode())
             out.append(_END)

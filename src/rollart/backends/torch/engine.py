@@ -31,7 +31,7 @@ from torch import Tensor
 from rollart.backends.torch.runner import Runner
 from rollart.backends.torch.sampling import Rows, sample
 from rollart.backends.torch.settings import EngineSettings
-from rollart.backends.torch.threads import claim
+from rollart.backends.torch.threads import choose_device, claim
 from rollart.backends.torch.transformer import Transformer
 from rollart.backends.torch.weights import MemoryWeights
 from rollart.core.errors import ConfigError, EngineLost, InvariantViolated
@@ -118,7 +118,7 @@ class EmbeddedEngine:
             raise ConfigError(f"engine kv_tokens must hold one whole context of {self._context} tokens; "
                               f"got {settings.kv_tokens}: raise it, or lower context_tokens")
         self._runner = Runner(config, settings.max_concurrent, self._context, model.head.dtype,
-                              torch.device(settings.device))
+                              choose_device(settings.device))
         self._wake = threading.Condition()
         self._commands: deque[tuple[Callable[[], None], Callable[[Exception], None]]] = deque()
         self._thread: threading.Thread | None = None

@@ -43,7 +43,7 @@ from rollart.backends.torch.losses import (
     policy_loss,
 )
 from rollart.backends.torch.settings import LearnerSettings
-from rollart.backends.torch.threads import claim
+from rollart.backends.torch.threads import choose_device, claim
 from rollart.backends.torch.transformer import Transformer
 from rollart.backends.torch.weights import MemoryWeights, load_into
 from rollart.core.clock import stream
@@ -64,19 +64,6 @@ def rate_at(step: int, schedule: str, warmup_steps: int, total_steps: int) -> fl
         return 1.0
     done = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
     return 1.0 - done if schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
-
-
-def choose_device(name: str) -> torch.device:
-    """Raises ConfigError for a device that this machine does not have."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} needs a GPU; this machine has {torch.cuda.device_count()}: set 'auto'")
-    return device
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -216,7 +203,7 @@ class TorchTrainer:
         except asyncio.CancelledError:
             self._stop.set()
             raise
-        except (RuntimeError, OSError, ValueError) as error:  # torch reports every failure as RuntimeError
+        except (RuntimeError, OSError, ValueError, SafetensorError) as error:  # torch raises RuntimeError for all
             raise TrainerLost(f"learner at version {self.version}: {error}") from error
 
     def _step(self, batch: TrainBatch) -> tuple[StepReport, dict[str, Tensor]]:

@@ -50,8 +50,8 @@ class EngineSettings:
     threads: CPU threads of its steps (0: its share of the cores). max_concurrent: trajectories that run at once.
     context_tokens: longest context with its completion, in tokens; 0 takes the model's. kv_tokens: tokens of keys and
     values, running (reserved up to their limit) and kept between turns together. prefill_chunk: tokens of prefill
-    between two decode steps. device: a torch device. answer_seconds: longest wait for the thread to obey suspend,
-    load, resume or close.
+    between two decode steps. device: cpu, cuda, cuda:1, ..., or auto: cuda if there is one. answer_seconds: longest
+    wait for the thread to obey suspend, load, resume or close.
     """
 
     threads: int = 0
@@ -59,7 +59,7 @@ class EngineSettings:
     context_tokens: int = 0
     kv_tokens: int = 131_072
     prefill_chunk: int = 1024
-    device: str = "cpu"
+    device: str = "auto"
     answer_seconds: float = 120.0
 
     def __post_init__(self) -> None:
@@ -146,7 +146,7 @@ class WarmStartSettings:
         the same for single domains by name, where it differs. passes: times that each demonstration is used.
     batch_tokens: tokens per optimizer step. learning_rate: AdamW's, after a warm-up over the first twentieth of the
         steps. schedule: constant, or linear / cosine down to 0 at the end. weight_decay: of matrices, per unit of
-        learning rate. seed: of the order of sequences, and of the demonstrations.
+        learning rate. seed: of the order of sequences.
     """
 
     demonstrations: int = 512

@@ -1,7 +1,7 @@
-"""Shares of the cores: who computes on which, so that rollout and training do not push each other aside.
+"""Where torch computes: shares of the cores, so that rollout and training do not push each other aside; devices.
 
 Keeps true: a thread that claimed a share computes with at most that many threads, on those cores where the system can
-pin a thread (Linux); elsewhere only their number is kept.
+pin a thread (Linux); elsewhere, or where the user set a number of threads, only the number is kept.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import os
 from collections.abc import Sequence
 
 import torch
+
+from rollart.core.errors import ConfigError
 
 
 def shares() -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -25,7 +27,20 @@ def available() -> list[int]:
 
 
 def claim(threads: int, cores: Sequence[int]) -> None:
-    """For the calling thread: `threads` CPU threads (0: one per core of the share), on `cores` (empty: any)."""
+    """For the calling thread: `threads` CPU threads anywhere, or (0) one per core of its share, pinned there."""
     torch.set_num_threads(threads or len(cores) or 1)
-    if cores and hasattr(os, "sched_setaffinity"):
+    if cores and not threads and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # 0 is the calling thread; those it starts inherit the cores
+
+
+def choose_device(name: str) -> torch.device:
+    """Raises ConfigError for a device that this machine does not have."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} needs a GPU; this machine has {torch.cuda.device_count()}: set 'auto'")
+    return device
