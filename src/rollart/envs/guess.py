@@ -31,7 +31,7 @@ class GuessSettings(DomainSettings):
     """
 
     numbers: int = 15
-    starts: int = 10
+    starts: int = 30
     max_turns: int = 4
     max_tokens: int = 32
 
