@@ -144,8 +144,8 @@ class _Sum(Episode):
 
 
 class _Solver:
-    """Makes the right call for what is left. Errs by another operation first, by the first number as an early answer, and
-    by a call when nothing is left to work out."""
+    """Makes the right call for what is left. Errs by another operation first, by the first number as an early answer,
+    and by a call when nothing is left to work out."""
 
     def __init__(self, rng: random.Random, error_rate: float) -> None:
         self._rng, self._error_rate = rng, error_rate
