@@ -69,7 +69,7 @@ def test_one_hung_environment_of_16_does_not_slow_the_others_and_its_error_names
         results = await asyncio.gather(*(episode(i) for i in range(16)), return_exceptions=True)
         hung = results.pop(7)
         assert isinstance(hung, EnvironmentFailed)
-        assert str(hung) == "t7: step in domain trouble: no answer within 2 s, its process was killed"
+        assert str(hung) == "t7: step in domain troublesome:Trouble: no answer within 2 s, its process was killed"
         assert max(results) < 1.5
         for environment in environments:
             await environment.close()
@@ -173,7 +173,7 @@ def test_what_an_environment_started_dies_with_it():
 def test_open_waits_for_a_free_process_until_its_deadline():
     async def story(pool):
         first = await pool.open(trouble_task("t1"))
-        with pytest.raises(EnvironmentFailed, match=r"t2: open in domain trouble: none of 1 processes was free within "
+        with pytest.raises(EnvironmentFailed, match=r"t2: open in domain troublesome:Trouble: none of 1 processes was free within "
                                                     r"0.2 s: allow more \(max_processes\)"):
             await pool.open(trouble_task("t2"))
         waiting = asyncio.create_task(pool.open(trouble_task("t3")))
@@ -189,7 +189,7 @@ def test_a_failed_opening_says_why_and_the_next_one_works(tmp_path):
     flag.touch()
 
     async def story(pool):
-        with pytest.raises(EnvironmentFailed, match="t: open in domain trouble: OSError: not yet"):
+        with pytest.raises(EnvironmentFailed, match="t: open in domain troublesome:Trouble: OSError: not yet"):
             await pool.open(trouble_task())
         await (await pool.open(trouble_task())).close()
         assert pool.stats().failed == 1
@@ -276,7 +276,7 @@ def test_the_domains_play_the_same_in_a_process_as_here():
 
 def test_an_unknown_domain_is_refused():
     async def story(pool):
-        with pytest.raises(EnvironmentFailed, match="no domain 'trouble'"):
+        with pytest.raises(EnvironmentFailed, match="no domain .troublesome:Trouble."):
             await pool.open(trouble_task())
 
     run(story, domains={"guess": {}})

@@ -88,4 +88,4 @@ def moody(trajectory):
 
 
 def trouble_task(id="t", **payload):
-    return Task(id, "trouble", payload)
+    return Task(id, "troublesome:Trouble", payload)
