@@ -31,7 +31,7 @@ class GuessSettings(DomainSettings):
     """
 
     numbers: int = 15
-    starts: int = 30
+    starts: int = 20
     max_turns: int = 4
     max_tokens: int = 32
 
@@ -98,7 +98,7 @@ class _Game(Episode):
 
 
 class _Halver:
-    """Halves what is left. Errs by forgetting the last answer (it keeps its interval) or by taking it for its opposite.
+    """Halves what is left. Errs by taking an answer for its opposite.
 
     What it does depends on its last interval and the answer only, and both can be read.
     """
@@ -112,11 +112,10 @@ class _Halver:
         answer = str(observation.messages[-1].content)
         if self._guess is not None:
             err = self._rng.random() < self._error_rate
-            if not err or self._rng.random() < 0.5:
-                if (answer == "higher") != err:
-                    self._low = self._guess
-                else:
-                    self._high = self._guess
+            if (answer == "higher") != err:
+                self._low = self._guess
+            else:
+                self._high = self._guess
         half = (self._high - self._low) // 2
         self._guess = self._low + half
         return f"{self._low}..{self._high} half {half} guess {self._guess}"
