@@ -158,7 +158,8 @@ def _imitation(recipe: Recipe, chat: Chat) -> list[tuple[Sequence[int], Sequence
     sequences: list[tuple[Sequence[int], Sequence[int]]] = []
     for name in recipe.domains:
         rate = settings.error_rates.get(name, settings.error_rate)
-        for episode in demonstrations(recipe.domain(name), settings.demonstrations, seed=draw(recipe.seed, "demo"),
+        count = settings.episodes.get(name, settings.demonstrations)
+        for episode in demonstrations(recipe.domain(name), count, seed=draw(recipe.seed, "demo"),
                                       error_rate=rate):
             sequences.append(_rendered(chat, episode))
     return sequences

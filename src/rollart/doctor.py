@@ -38,7 +38,7 @@ def check_up(console: Console) -> bool:
             needed = needed and extra == "hf"
             state = f"[yellow]{missing}: pip install 'rollart\\[{extra}]'[/]"
         table.add_row(module, state, use)
-    table.add_row("GPU", _gpu(), "faster engine and learner (device = auto finds it)")
+    table.add_row("GPU", _gpu(), "engine and learner use it (device = auto)")
     console.print(table)
     console.print("ready: make quickstart" if needed else "not ready: install what is missing above")
     return needed

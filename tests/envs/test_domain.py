@@ -100,15 +100,14 @@ def test_the_lake_is_solvable_within_its_turns_and_a_hole_ends_the_walk():
     assert not observation.facts["success"]
 
 
-def test_guess_answers_higher_and_lower_and_ends_without_guesses():
-    domain = make_domain("guess", {"numbers": 3, "max_turns": 2, "starts": 30})
-    task = domain.task(0, "train")
-    low, secret = task.payload["low"], task.payload["secret"]
+def test_guess_tells_the_part_that_holds_the_secret_and_ends_without_guesses():
+    domain = make_domain("guess", {"letters": 3, "max_turns": 2})
+    task = replace(domain.task(0, "train"), payload={"row": "qwe", "secret": "w"})
     episode = domain.open(task)
-    assert episode.first().messages[0].content == f"{low}..{low + 4}"
-    assert episode.step(Action(f"guess {secret - 1}")).messages[0].content == "higher"
-    last = episode.step(Action(f"whatever guess {secret + 1}"))
-    assert last.messages[0].content == "lower"
+    assert episode.first().messages[0].content == "qwe"
+    assert episode.step(Action("guess q")).messages[0].content == "we"
+    last = episode.step(Action("whatever guess e"))
+    assert last.messages[0].content == "w"
     assert last.done
     assert not last.facts["success"]
 
@@ -134,9 +133,9 @@ def test_the_calculator_does_the_operation_it_is_asked_for_and_evaluates_no_text
 
 @pytest.mark.parametrize(("name", "settings", "says"), [
     ("frozen_lak", {}, "no domain 'frozen_lak': did you mean 'frozen_lake'"),
-    ("guess", {"number": 3}, "domain guess has no setting 'number': did you mean 'numbers'"),
-    ("guess", {"numbers": "3"}, "domain guess: numbers must be int; got '3'"),
-    ("guess", {"numbers": 16}, "16 numbers need 5 guesses; got max_turns 4"),
+    ("guess", {"letter": 3}, "domain guess has no setting 'letter': did you mean 'letters'"),
+    ("guess", {"letters": "3"}, "domain guess: letters must be int; got '3'"),
+    ("guess", {"letters": 16}, "16 letters need 5 guesses; got max_turns 4"),
     ("frozen_lake", {"size": 5, "max_turns": 7}, "size 5 takes at least 8 moves; got max_turns 7"),
     ("calculator", {"largest": 6}, "largest 6 needs as many turns; got max_turns 5"),
     ("nowhere.at_all:X", {}, "needs the module nowhere"),
@@ -151,7 +150,7 @@ def test_a_mistake_in_a_domain_is_one_line_that_says_what_to_set(name, settings,
 
 def test_a_split_without_a_problem_is_an_error_and_does_not_hang():
     with pytest.raises(ConfigError, match="no problem for split eval"):
-        make_domain("guess", {"numbers": 2, "starts": 1, "max_turns": 2, "eval_share": 1e-4}).task(0, "eval")
+        make_domain("calculator", {"highest": 1, "smallest": 2, "largest": 2, "eval_share": 1e-4}).task(0, "eval")
 
 
 def test_instructions_come_before_the_first_observation():

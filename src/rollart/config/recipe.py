@@ -203,9 +203,9 @@ def _check(recipe: Recipe) -> None:
             if domain in bound:
                 raise ConfigError(f"domain {domain} is bound to two pools, {bound[domain]} and {pool}: keep one")
             bound[domain] = pool
-    for name in recipe.warm_start.error_rates if recipe.warm_start else ():
+    for name in (*recipe.warm_start.error_rates, *recipe.warm_start.episodes) if recipe.warm_start else ():
         if name not in recipe.domains:
-            raise ConfigError(f"warm_start.error_rates: no domain {name}{nearest(name, recipe.domains)}")
+            raise ConfigError(f"warm_start: no domain {name}{nearest(name, recipe.domains)}")
     learner = recipe.learner
     if learner.schedule != "constant" and learner.warmup_steps >= (learner.total_steps or recipe.pipeline.steps):
         raise ConfigError(f"learner.warmup_steps = {learner.warmup_steps} must be below the schedule's length of "

@@ -10,7 +10,7 @@ token of its members (queue time included). How:
 
 Waiting, exactly. A group's deadline is oldest + alpha. After a step at n takes its batch, each later step n+k takes
 `batch` more, so at most k * batch of the groups left may have a deadline <= n+k. A batch is therefore ready when, for
-each k in 0..alpha, it holds enough of the groups with deadline <= n+k.   Example, batch 1, alpha 2, deadlines open
+each k in 0..alpha-1, it holds enough of the groups with deadline <= n+k.   Example, batch 1, alpha 2, deadlines open
 {2, 2}, ready {3}, n = 1: taking the ready one would leave two groups for the one step at 2; so the trainer waits.
 
 Pure state: no awaits, no clock. Whoever changes it notifies the waiters.

@@ -1,12 +1,13 @@
 """Calculator: work out an expression with a tool that does one operation at a time.
 
 Keeps true: the tool does the operation that it is asked for, also one that does not come first, and never evaluates
-text; an answer counts only where the agent itself writes `answer N`, so that the tool's right number earns nothing.
-Every turn shows what is left of the expression:
+text; an answer counts only where the agent itself ends an action with `answer N`, so that the tool's right number earns
+nothing. What stands before `calc N` or `answer N` is the agent's working and is not looked at. Every turn shows what is
+left of the expression:
 
-    user 3+4*2      assistant calc 2        tool 3+8        (its second operation)
-                    assistant calc 1        tool 11
-                    assistant answer 11
+    user 2+3*2      assistant 2+3*2 calc 2      tool 2+6        (its second operation)
+                    assistant 2+6 calc 1        tool 08         (a last number has two digits)
+                    assistant 08 answer 08
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from rollart.core.clock import stream
 from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.domain import Domain, DomainSettings, Episode, Player
 
-_CALL = re.compile(r"calc ([1-9])")
-_ANSWER = re.compile(r"answer (-?\d{1,12})")
+_CALL = re.compile(r"(?:^|\s)calc ([1-9])$")
+_ANSWER = re.compile(r"(?:^|\s)answer (-?\d{1,12})$")
 _NUMBER = re.compile(r"(?<![0-9])-?\d+")
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
@@ -40,7 +41,7 @@ class CalculatorSettings(DomainSettings):
     largest: int = 4
     highest: int = 9
     max_turns: int = 5
-    max_tokens: int = 16
+    max_tokens: int = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,7 +59,7 @@ class Calculator(Domain):
     name = "calculator"
     reward = "calculator"
     rules = ("Work out the expression. The tool does the operation that you name by its place from the left: calc 2 . "
-             "Multiply before you add or subtract. When one number is left, write: answer 21")
+             "Multiply before you add or subtract. When one number is left, end with: answer 21")
     Settings = CalculatorSettings
 
     def problem(self, rng: random.Random) -> dict[str, Any]:
@@ -127,14 +128,14 @@ class _Sum(Episode):
 
     def step(self, action: Action) -> Observation:
         text = str(action.text).strip()
-        call, answer = _CALL.fullmatch(text), _ANSWER.fullmatch(text)
+        call, answer = _CALL.search(text), _ANSWER.search(text)
         at = int(call[1]) - 1 if call else len(self._operators)
         done = at < len(self._operators)
         if done:
             self._numbers, self._operators = reduce(self._numbers, self._operators, at)
         self._actions += 1
         self._valid += bool(done or answer)
-        left = expression(self._numbers, self._operators)
+        left = expression(self._numbers, self._operators) if self._operators else f"{self._numbers[0]:02d}"
         messages = () if answer else (Message("tool", left if done else f"? {left}"),)
         success = answer is not None and int(answer[1]) == self._target
         out_of_turns = not answer and self._actions >= self._max_turns
@@ -144,24 +145,22 @@ class _Sum(Episode):
 
 
 class _Solver:
-    """Makes the right call for what is left. Errs by another operation first, by the first number as an early answer,
-    and by a call when nothing is left to work out."""
+    """Writes down what is left and makes the right call. Errs by another operation first, and by the answer 00."""
 
     def __init__(self, rng: random.Random, error_rate: float) -> None:
         self._rng, self._error_rate = rng, error_rate
 
     def act(self, observation: Observation) -> str:
         text = str(observation.messages[-1].content).removeprefix("? ")
-        numbers = [int(number) for number in _NUMBER.findall(text)]
         operators = "".join(_NUMBER.split(text))
         err = self._rng.random() < self._error_rate
         if not operators:
-            return "calc 1" if err else f"answer {numbers[0]}"
+            return f"{text} answer {'00' if err else text}"
         at = first_at(operators)
         others = [other for other in range(len(operators)) if other != at]
         if err and (not others or self._rng.random() < 0.5):
-            return f"answer {numbers[0]}"
-        return f"calc {1 + (self._rng.choice(others) if err else at)}"
+            return f"{text} answer 00"
+        return f"{text} calc {1 + (self._rng.choice(others) if err else at)}"
 
 
 class _Guesser:

@@ -1,18 +1,19 @@
-"""Guess: find a secret number by halving. A few turns, each with much more to write than to read.
+"""Guess: find a secret letter by halving. A few turns, each with much more to write than to read.
 
-Keeps true: the agent reads `higher` or `lower` only, and only `guess N` at the end of its action counts; what it
-writes before is its working, which no reward looks at. With the interval right, halving it never runs out of guesses.
-An interval is written by the numbers next to it: 10..26 stands for 11 to 25:
+Keeps true: the agent reads the range that is left (the alphabet is a ring: after z comes a), and only `guess X` at the
+end of its action counts; what it writes before is its working, which no reward looks at: the letters of the range,
+parted at their middle. Whoever guesses the middle never runs out of guesses:
 
-    user 10..26     assistant 10..26 half 8 guess 18
-    user higher     assistant 18..26 half 4 guess 22
-    user lower      assistant 18..22 half 2 guess 20
+    user t-h        assistant tuvwxyz a bcdefgh guess a
+    user b-h        assistant bcd e fgh guess e
+    user b-d        assistant b c d guess c
 """
 
 from __future__ import annotations
 
 import random
 import re
+import string
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,110 +21,105 @@ from rollart.core.clock import stream
 from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.domain import Domain, DomainSettings, Episode, Player
 
-_GUESS = re.compile(r"(?:^|\s)guess (\d{1,6})$")
+_GUESS = re.compile(r"(?:^|\s)guess ([a-z])$")
+_RING = string.ascii_lowercase
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuessSettings(DomainSettings):
-    """numbers: how many the secret is one of (numbers). starts: how many ranges there are: 10.., 11.., on (ranges).
+    """fewest, letters: how many letters the secret is one of, at least and at most (letters).
 
-    max_turns is the number of guesses; 15 numbers need 4 when every guess halves what is left.
+    max_turns is the number of guesses; 15 letters need 4 when every guess halves what is left.
     """
 
-    numbers: int = 15
-    starts: int = 20
+    fewest: int = 13
+    letters: int = 15
     max_turns: int = 4
-    max_tokens: int = 32
+    max_tokens: int = 40
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.numbers < 2 or self.starts < 1 or self.numbers + self.starts > 100_000:
-            raise ValueError(f"numbers must be at least 2, starts at least 1, their sum at most 100000; "
-                             f"got {self.numbers} and {self.starts}")
-        if 2 ** self.max_turns <= self.numbers:
-            raise ValueError(f"{self.numbers} numbers need {self.numbers.bit_length()} guesses; got max_turns "
+        if not 2 <= self.fewest <= self.letters <= len(_RING):
+            raise ValueError(f"2 <= fewest <= letters <= {len(_RING)} is needed; got {self.fewest} and {self.letters}")
+        if 2 ** self.max_turns <= self.letters:
+            raise ValueError(f"{self.letters} letters need {self.letters.bit_length()} guesses; got max_turns "
                              f"{self.max_turns}")
 
 
 class Guess(Domain):
-    """Payload: `low`, `high` (the secret lies between them) and `secret`."""
+    """Payload: `low`, `high` (the first and the last letter of the range) and `secret`."""
 
     name = "guess"
     reward = "guess"
-    rules = ("Find the secret number: 10..26 means above 10 and below 26. After each guess you read higher or lower. "
-             "Write the interval that is left, its middle, and end with: guess N")
+    rules = ("Find the secret letter of a range. After each guess you read the range that is left. Write its letters, "
+             "parted at their middle, and end with: guess X")
     Settings = GuessSettings
 
     def problem(self, rng: random.Random) -> dict[str, Any]:
-        low = 10 + rng.randrange(self.settings.starts)
-        high = low + self.settings.numbers + 1
-        return {"low": low, "high": high, "secret": rng.randint(low + 1, high - 1)}
+        low, count = rng.randrange(len(_RING)), rng.randint(self.settings.fewest, self.settings.letters)
+        letters = (_RING * 2)[low:low + count]
+        return {"low": letters[0], "high": letters[-1], "secret": rng.choice(letters)}
 
     def open(self, task: Task) -> Episode:
         return _Game(self, task)
 
     def player(self, task: Task, seed: int, error_rate: float) -> Player:
-        return _Halver(task, stream(seed, "player", task.id), error_rate)
+        return _Halver(stream(seed, "player", task.id), error_rate)
 
     def random_player(self, task: Task, seed: int) -> Player:
-        return _Blind(task, stream(seed, "random", task.id))
+        return _Blind(between(task.payload["low"], task.payload["high"]), stream(seed, "random", task.id))
+
+
+def between(low: str, high: str) -> str:
+    """The letters from `low` on to `high`, both included, around the ring."""
+    turned = _RING[_RING.index(low):] + _RING[:_RING.index(low)]
+    return turned[:turned.index(high) + 1]
 
 
 class _Game(Episode):
     def __init__(self, domain: Domain, task: Task) -> None:
         self._domain, self._task = domain, task
-        self._secret = int(task.payload["secret"])
+        self._secret = str(task.payload["secret"])
+        self._left = between(task.payload["low"], task.payload["high"])
         self._actions = self._valid = 0
 
     def first(self) -> Observation:
-        asked = f"{self._task.payload['low']}..{self._task.payload['high']}"
-        return Observation(self._domain.start(Message("user", asked)))
+        return Observation(self._domain.start(Message("user", self._range())))
 
     def step(self, action: Action) -> Observation:
         found = _GUESS.search(str(action.text).strip())
-        number = int(found[1]) if found else None
+        letter = found[1] if found else None
         self._actions += 1
-        self._valid += number is not None
-        success = number == self._secret
-        if number is None:
-            answer = "?"
-        elif success:
-            answer = "yes"
-        else:
-            answer = "higher" if number < self._secret else "lower"
+        self._valid += letter is not None
+        success = letter == self._secret
+        if letter and letter in self._left and not success:
+            self._left = next(part for part in self._left.split(letter) if self._secret in part)
+        answer = "yes" if success else self._range() if letter else f"? {self._range()}"
         return Observation((Message("user", answer),), done=success or self._actions >= self._task.max_turns,
                            reward=float(success),
                            facts={"success": success, "secret": self._secret, "valid": self._valid,
                                   "actions": self._actions})
 
+    def _range(self) -> str:
+        return f"{self._left[0]}-{self._left[-1]}"
+
 
 class _Halver:
-    """Halves what is left. Errs by taking an answer for its opposite.
+    """Writes the range out and guesses its middle. Errs by guessing its first letter."""
 
-    What it does depends on its last interval and the answer only, and both can be read.
-    """
-
-    def __init__(self, task: Task, rng: random.Random, error_rate: float) -> None:
-        self._low, self._high = int(task.payload["low"]), int(task.payload["high"])
+    def __init__(self, rng: random.Random, error_rate: float) -> None:
         self._rng, self._error_rate = rng, error_rate
-        self._guess: int | None = None
 
     def act(self, observation: Observation) -> str:
-        answer = str(observation.messages[-1].content)
-        if self._guess is not None:
-            err = self._rng.random() < self._error_rate
-            if (answer == "higher") != err:
-                self._low = self._guess
-            else:
-                self._high = self._guess
-        half = (self._high - self._low) // 2
-        self._guess = self._low + half
-        return f"{self._low}..{self._high} half {half} guess {self._guess}"
+        letters = between(*str(observation.messages[-1].content).removeprefix("? ").split("-"))
+        middle = 0 if self._rng.random() < self._error_rate else len(letters) // 2
+        parts = letters[:middle], letters[middle], letters[middle + 1:]
+        return " ".join(part for part in parts if part) + f" guess {letters[middle]}"
 
 
 class _Blind:
-    def __init__(self, task: Task, rng: random.Random) -> None:
-        self._low, self._high, self._rng = int(task.payload["low"]), int(task.payload["high"]), rng
+    def __init__(self, letters: str, rng: random.Random) -> None:
+        self._letters, self._rng = letters, rng
 
     def act(self, observation: Observation) -> str:
-        return f"guess {self._rng.randint(self._low + 1, self._high - 1)}"
+        return f"guess {self._rng.choice(self._letters)}"

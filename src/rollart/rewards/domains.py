@@ -17,8 +17,8 @@ RewardFunction = Callable[[Trajectory], Score]
 
 FORMAT_WEIGHT = 0.1
 
-_GUESS = re.compile(r"(?:^|\s)guess (\d{1,6})$")
-_ANSWER = re.compile(r"answer (-?\d{1,12})")
+_GUESS = re.compile(r"(?:^|\s)guess ([a-z])$")
+_ANSWER = re.compile(r"(?:^|\s)answer (-?\d{1,12})$")
 
 
 def frozen_lake(trajectory: Trajectory) -> Score:
@@ -29,12 +29,12 @@ def frozen_lake(trajectory: Trajectory) -> Score:
 def guess(trajectory: Trajectory) -> Score:
     """Solved: the last action's guess is the secret. What it wrote before the guess counts for nothing."""
     found = _GUESS.search(_last_action(trajectory))
-    return _score(trajectory, found is not None and int(found[1]) == _fact(trajectory, "secret"))
+    return _score(trajectory, found is not None and found[1] == _fact(trajectory, "secret"))
 
 
 def calculator(trajectory: Trajectory) -> Score:
     """Solved: the last action is `answer` with the value of the expression. A right tool result alone is not."""
-    found = _ANSWER.fullmatch(_last_action(trajectory))
+    found = _ANSWER.search(_last_action(trajectory))
     return _score(trajectory, found is not None and int(found[1]) == _fact(trajectory, "target"))
 
 

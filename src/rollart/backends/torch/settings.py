@@ -142,14 +142,15 @@ def check_schedule(schedule: str, warmup_steps: int, total_steps: int) -> None:
 class WarmStartSettings:
     """Imitation before reinforcement. Raises ValueError.
 
-    demonstrations: episodes per domain. error_rate: share of random actions in them, for all domains; error_rates:
-        the same for single domains by name, where it differs. passes: times that each demonstration is used.
+    demonstrations: episodes per domain. error_rate: share of random actions in them. episodes, error_rates: the same
+        for single domains by name, where they differ. passes: times that each demonstration is used.
     batch_tokens: tokens per optimizer step. learning_rate: AdamW's, after a warm-up over the first twentieth of the
         steps. schedule: constant, or linear / cosine down to 0 at the end. weight_decay: of matrices, per unit of
         learning rate. seed: of the order of sequences.
     """
 
     demonstrations: int = 512
+    episodes: Mapping[str, int] = field(default_factory=dict)
     error_rate: float = 0.3
     error_rates: Mapping[str, float] = field(default_factory=dict)
     passes: int = 4

@@ -12,6 +12,8 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,34 +32,60 @@ MARKER = "complete"
 def imitate(model: Transformer, sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
             settings: WarmStartSettings, threads: int,
             progress: Callable[[int, int, float], None] = lambda step, steps, loss: None) -> dict[str, float]:
-    """Train `model` in place on (ids, mask) pairs, each [T_i]: mean cross-entropy of the tokens with mask 1.
+    """Train `model` in place on (ids, mask) pairs, each [T_i]: cross-entropy of the tokens with mask 1, averaged over a
+    sequence and then over sequences, so that tasks with few action tokens weigh as much as talkative ones.
 
     `progress(step, steps, loss)` is called after each of the `steps`. Returns steps, tokens (of all passes) and the
-    loss (nats per action token) of the first and of the last step. Runs in the calling thread, with `threads` CPU
-    threads. Raises ConfigError without sequences or when the loss is not finite.
+    loss (nats per action token) of the first and of the last step. On the CPU each of `threads` threads computes the
+    gradient of its part of a batch: a small model gains little from threads inside its products. Raises ConfigError
+    without sequences or when the loss is not finite.
     """
     if not sequences:
         raise ConfigError("a warm start needs demonstrations; got none: set demonstrations, or a domain that has them")
-    torch.set_num_threads(threads)
     device = next(model.parameters()).device
+    workers = threads if device.type == "cpu" else 1
     optimizer = make_optimizer(model, betas=(0.9, 0.99), eps=1e-8, weight_decay=settings.weight_decay)
-    batches = _batches([len(ids) for ids, _ in sequences], settings)
+    lengths = [len(ids) for ids, _ in sequences]
+    batches = _batches(lengths, settings)
     steps, losses = len(batches), []
     warmup = max(1, steps // 20)
-    for step, members in enumerate(batches):
-        packed = pack_sequences([sequences[i] for i in members], device)
-        with autocast("auto", device):
-            logprobs, _ = action_logprobs(model, packed, 1.0)
-        loss = -logprobs.mean()
-        loss.backward()
-        losses.append(float(loss.detach()))
-        rate = settings.learning_rate * rate_at(step, settings.schedule, warmup, max(steps, warmup + 1))
-        if not math.isfinite(apply_gradient(model, optimizer, rate, 1.0)):
-            raise ConfigError(f"warm start step {step}: the loss is not finite; lower learning_rate "
-                              f"(now {settings.learning_rate:g})")
-        progress(step + 1, steps, losses[-1])
+    with ThreadPoolExecutor(workers, "imitate", torch.set_num_threads, (1,)) as pool:
+        for step, members in enumerate(batches):
+            parts = [[sequences[i] for i in part] for part in _parts(members, lengths, workers)]
+            results = list(pool.map(partial(_gradient, model, len(members)), parts))
+            losses.append(sum(loss for loss, _ in results))
+            for parameter, *gradients in zip(model.parameters(), *(g for _, g in results), strict=True):
+                parameter.grad = torch.stack(gradients).sum(0) if len(gradients) > 1 else gradients[0]
+            rate = settings.learning_rate * rate_at(step, settings.schedule, warmup, max(steps, warmup + 1))
+            if not math.isfinite(apply_gradient(model, optimizer, rate, 1.0)):
+                raise ConfigError(f"warm start step {step}: the loss is not finite; lower learning_rate "
+                                  f"(now {settings.learning_rate:g})")
+            progress(step + 1, steps, losses[-1])
     return {"steps": float(steps), "tokens": float(settings.passes * sum(len(ids) for ids, _ in sequences)),
             "first_loss": losses[0], "last_loss": losses[-1]}
+
+
+def _gradient(model: Transformer, count: int, part: Sequence[tuple[Sequence[int], Sequence[int]]],
+              ) -> tuple[float, tuple[torch.Tensor, ...]]:
+    """Loss and gradient of a part of a batch that has `count` sequences in all."""
+    device = next(model.parameters()).device
+    with autocast("auto", device):
+        packed = pack_sequences(part, device)
+        logprobs, _ = action_logprobs(model, packed, 1.0)
+    actions = torch.tensor(packed.counts, device=device)
+    loss = -(logprobs / actions.repeat_interleave(actions)).sum() / count
+    return float(loss.detach()), torch.autograd.grad(loss, list(model.parameters()))
+
+
+def _parts(members: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """The members in at most `count` parts of about equal length, the longest dealt out first; none is empty."""
+    parts: list[list[int]] = [[] for _ in range(min(count, len(members)))]
+    loads = [0] * len(parts)
+    for member in sorted(members, key=lambda i: -lengths[i]):
+        least = loads.index(min(loads))
+        parts[least].append(member)
+        loads[least] += lengths[member]
+    return parts
 
 
 def _batches(lengths: Sequence[int], settings: WarmStartSettings) -> list[list[int]]:
