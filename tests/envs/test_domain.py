@@ -50,8 +50,8 @@ def test_the_player_solves_all_without_error_half_with_errors_and_chance_next_to
     tasks = [domain.task(i, "train") for i in range(count)]
     random_success = sum(play_episode(domain, t, domain.random_player(t, 0)).success for t in tasks) / count
     assert success(0.0) == 1.0
-    assert 0.3 < success(0.35) < 0.65
-    assert random_success < 0.25
+    assert 0.3 < success(0.25) < 0.7
+    assert random_success < (0.31 if name == "guess" else 0.05)  # 4 blind guesses among 13 to 15 letters: 0.27 to 0.31
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,15 +101,18 @@ def test_the_lake_is_solvable_within_its_turns_and_a_hole_ends_the_walk():
 
 
 def test_guess_tells_the_part_that_holds_the_secret_and_ends_without_guesses():
-    domain = make_domain("guess", {"letters": 3, "max_turns": 2})
-    task = replace(domain.task(0, "train"), payload={"row": "qwe", "secret": "w"})
+    domain = make_domain("guess", {"fewest": 3, "letters": 3, "max_turns": 2})
+    task = replace(domain.task(0, "train"), payload={"low": "y", "high": "a", "secret": "z"})
     episode = domain.open(task)
-    assert episode.first().messages[0].content == "qwe"
-    assert episode.step(Action("guess q")).messages[0].content == "we"
-    last = episode.step(Action("whatever guess e"))
-    assert last.messages[0].content == "w"
+    assert episode.first().messages[0].content == "y-a"
+    assert episode.step(Action("guess y")).messages[0].content == "z-a"
+    last = episode.step(Action("whatever guess a"))
+    assert last.messages[0].content == "z-z"
     assert last.done
     assert not last.facts["success"]
+    given_up = domain.open(task).step(Action("stop"))
+    assert given_up.done
+    assert not given_up.facts["success"]
 
 
 @pytest.mark.parametrize(("numbers", "operators", "value"), [
@@ -135,7 +138,7 @@ def test_the_calculator_does_the_operation_it_is_asked_for_and_evaluates_no_text
     ("frozen_lak", {}, "no domain 'frozen_lak': did you mean 'frozen_lake'"),
     ("guess", {"letter": 3}, "domain guess has no setting 'letter': did you mean 'letters'"),
     ("guess", {"letters": "3"}, "domain guess: letters must be int; got '3'"),
-    ("guess", {"letters": 16}, "16 letters need 5 guesses; got max_turns 4"),
+    ("guess", {"fewest": 2, "letters": 16}, "16 letters need 5 guesses; got max_turns 4"),
     ("frozen_lake", {"size": 5, "max_turns": 7}, "size 5 takes at least 8 moves; got max_turns 7"),
     ("calculator", {"largest": 6}, "largest 6 needs as many turns; got max_turns 5"),
     ("nowhere.at_all:X", {}, "needs the module nowhere"),

@@ -2,7 +2,7 @@
 
 Keeps true: the agent reads the range that is left (the alphabet is a ring: after z comes a), and only `guess X` at the
 end of its action counts; what it writes before is its working, which no reward looks at: the letters of the range,
-parted at their middle. Whoever guesses the middle never runs out of guesses:
+parted at their middle. Whoever guesses the middle never runs out of guesses; whoever says `stop` gives up:
 
     user t-h        assistant tuvwxyz a bcdefgh guess a
     user b-h        assistant bcd e fgh guess e
@@ -52,7 +52,7 @@ class Guess(Domain):
     name = "guess"
     reward = "guess"
     rules = ("Find the secret letter of a range. After each guess you read the range that is left. Write its letters, "
-             "parted at their middle, and end with: guess X")
+             "parted at their middle, and end with: guess X . Or give up: stop")
     Settings = GuessSettings
 
     def problem(self, rng: random.Random) -> dict[str, Any]:
@@ -89,13 +89,14 @@ class _Game(Episode):
     def step(self, action: Action) -> Observation:
         found = _GUESS.search(str(action.text).strip())
         letter = found[1] if found else None
+        stop = str(action.text).strip() == "stop"
         self._actions += 1
-        self._valid += letter is not None
+        self._valid += letter is not None or stop
         success = letter == self._secret
         if letter and letter in self._left and not success:
             self._left = next(part for part in self._left.split(letter) if self._secret in part)
         answer = "yes" if success else self._range() if letter else f"? {self._range()}"
-        return Observation((Message("user", answer),), done=success or self._actions >= self._task.max_turns,
+        return Observation((Message("user", answer),), done=success or stop or self._actions >= self._task.max_turns,
                            reward=float(success),
                            facts={"success": success, "secret": self._secret, "valid": self._valid,
                                   "actions": self._actions})
@@ -105,14 +106,17 @@ class _Game(Episode):
 
 
 class _Halver:
-    """Writes the range out and guesses its middle. Errs by guessing its first letter."""
+    """Writes the range out and guesses its middle. Errs by guessing its first letter, or by giving up."""
 
     def __init__(self, rng: random.Random, error_rate: float) -> None:
         self._rng, self._error_rate = rng, error_rate
 
     def act(self, observation: Observation) -> str:
         letters = between(*str(observation.messages[-1].content).removeprefix("? ").split("-"))
-        middle = 0 if self._rng.random() < self._error_rate else len(letters) // 2
+        err = self._rng.random() < self._error_rate
+        if err and self._rng.random() < 0.5:
+            return "stop"
+        middle = 0 if err else len(letters) // 2
         parts = letters[:middle], letters[middle], letters[middle + 1:]
         return " ".join(part for part in parts if part) + f" guess {letters[middle]}"
 

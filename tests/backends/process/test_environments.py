@@ -173,8 +173,8 @@ def test_what_an_environment_started_dies_with_it():
 def test_open_waits_for_a_free_process_until_its_deadline():
     async def story(pool):
         first = await pool.open(trouble_task("t1"))
-        with pytest.raises(EnvironmentFailed, match=r"t2: open in domain troublesome:Trouble: none of 1 processes was free within "
-                                                    r"0.2 s: allow more \(max_processes\)"):
+        with pytest.raises(EnvironmentFailed, match=r"t2: open in domain troublesome:Trouble: none of 1 processes was "
+                                                    r"free within 0.2 s: allow more \(max_processes\)"):
             await pool.open(trouble_task("t2"))
         waiting = asyncio.create_task(pool.open(trouble_task("t3")))
         await asyncio.sleep(0.05)
@@ -276,7 +276,7 @@ def test_the_domains_play_the_same_in_a_process_as_here():
 
 def test_an_unknown_domain_is_refused():
     async def story(pool):
-        with pytest.raises(EnvironmentFailed, match="no domain .troublesome:Trouble."):
+        with pytest.raises(EnvironmentFailed, match=r"no domain .troublesome:Trouble."):
             await pool.open(trouble_task())
 
     run(story, domains={"guess": {}})
