@@ -120,6 +120,19 @@ def test_a_finished_run_has_a_complete_summary_and_a_report(finished):
     assert not re.search(r"(src|href)=[\"']https?:", page)
 
 
+@pytest.mark.parametrize(("schedule", "alpha", "bound"), [("rollart", 0, 0), ("rollart", 2, 2), ("sync", None, 0),
+                                                          ("one_off", None, 1)])
+def test_no_trained_trajectory_exceeds_the_bound_in_a_real_run(tmp_path, schedule, alpha, bound):
+    sets = ["--set", f"schedule.name={schedule}", *([] if alpha is None else ["--set", f"schedule.alpha={alpha}"])]
+    result = rollart("train", tiny_recipe(tmp_path, steps=4), "--run", tmp_path / "run", *sets)
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["staleness"]["bound"] == bound
+    assert summary["staleness"]["max"] <= bound
+    assert summary["ledger"]["trained"] + summary["ledger"]["filtered"] == 4 * 8
+    assert summary["logprob_gap_step0"] < 1e-4
+
+
 def test_the_checkpoint_is_a_hugging_face_folder_that_transformers_loads(finished):
     transformers = pytest.importorskip("transformers")
     checkpoint = next((finished / "checkpoints").iterdir())
