@@ -38,5 +38,3 @@ class Faults:
 
 
 CALM = Faults()
-ROUGH = Faults(engine_mtbf=2_000.0, no_capacity=0.1, open_fails=0.03, open_hangs=0.003, step_fails=0.003,
-               step_hangs=0.002, score_fails=0.03, score_hangs=0.005)
