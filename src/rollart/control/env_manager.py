@@ -64,14 +64,11 @@ class EnvManager:
         self.started = now()
         self.stage, self.since = "waiting", self.started
         self.turns: list[Turn] = []
+        self.oldest: Version | None = None
+        """Version of the oldest sampled token; None before the first."""
         self.seconds: dict[str, float] = {}
         self._prompt: Tokens = ids()
         self._start = Observation()
-
-    @property
-    def oldest(self) -> Version | None:
-        """Version of the oldest sampled token; None before the first."""
-        return min((turn.completion.oldest for turn in self.turns), default=None)
 
     def trajectory(self, outcome: Outcome, score: Score | None = None, error: str = "") -> Trajectory:
         """What there is so far, as data."""
@@ -138,7 +135,9 @@ class EnvManager:
             text = s.renderer.text(completion)
             nothing: Tokens = Counted(0) if isinstance(context, Counted) else ids()
             self.turns.append(Turn(completion, text, Observation(), nothing))
-            s.journal.emit(TurnEnded(self.id, turn, completion.engine, len(completion.tokens), completion.oldest,
+            oldest = completion.oldest
+            self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
+            s.journal.emit(TurnEnded(self.id, turn, completion.engine, len(completion.tokens), oldest,
                                      completion.newest))
             self._on_turn(self)
             if wave:

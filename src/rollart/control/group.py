@@ -23,6 +23,7 @@ class GroupRun:
                  started: int = 0) -> None:
         self.id, self.task, self.born, self._s, self._on_age = id, task, born, services, on_age
         self.good: list[Trajectory] = list(finished)
+        self._good_oldest = min((m.oldest for m in finished if m.oldest is not None), default=None)
         self.members: dict[asyncio.Task[Trajectory], EnvManager] = {}
         self.started, self.failures = started, 0
         self._started_before = started
@@ -37,7 +38,7 @@ class GroupRun:
     @property
     def oldest(self) -> Version | None:
         """Version of the oldest sampled token of any member that may still be trained."""
-        versions = [m.oldest for m in self.good] + [m.oldest for m in self.members.values()]
+        versions = [self._good_oldest, *[m.oldest for m in self.members.values()]]
         return min((v for v in versions if v is not None), default=None)
 
     @property
@@ -74,6 +75,9 @@ class GroupRun:
         full = len(self.good) >= self._s.settings.group_size
         if result.good and not full:
             self.good.append(result)
+            if manager.oldest is not None:
+                known = manager.oldest if self._good_oldest is None else self._good_oldest
+                self._good_oldest = min(manager.oldest, known)
             self._s.journal.emit(TrajectoryEnded(result, Fate.IN_FLIGHT))
         elif result.good:
             self._s.journal.emit(TrajectoryEnded(result, Fate.CANCELLED))

@@ -82,9 +82,9 @@ class LLMProxy:
         raise EngineLost(f"{request.trajectory} turn {request.turn}: lost {self._attempts} engines one after another")
 
     async def _engine(self, request: GenerateRequest) -> Engine:
-        if self._suspended or not self.routing.live:
+        if self._suspended or not self.routing.up:
             try:
-                await self._changed.until(lambda: not self._suspended and bool(self.routing.live),
+                await self._changed.until(lambda: not self._suspended and self.routing.up > 0,
                                           who=f"turn {request.turn} of {request.trajectory}",
                                           what="an engine that serves", seconds=self._wait_seconds)
             except Stalled as stalled:

@@ -117,7 +117,7 @@ class Pipeline:
     async def _get_batch(self) -> tuple[tuple[Group, ...], float]:
         """Step 1. Empty when the run was stopped while waiting."""
         started = now()
-        if self.schedule.overlap is Overlap.ONE_OFF:
+        if self.schedule.waits_for_weights:
             await self._join_sync()
         await self.changed.until(lambda: self._stop or not self.buffer.missing(), who="train",
                                  what=f"a full batch of {self.buffer.batch_groups} groups",

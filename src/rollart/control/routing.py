@@ -7,7 +7,8 @@ else to the least-loaded one of its own pool, which queues it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollart.core.types import TrajectoryId
@@ -38,6 +39,9 @@ class Routing:
                 raise ValueError(f"domain {domain} is bound to pool {pool!r}; the pools are {', '.join(sorted(pools))}")
         self.affinity, self.full = dict(affinity), full
         self.fallbacks = 0
+        self.up = 0
+        """Engines that are up."""
+        self._heaps: dict[str, list[tuple[int, str]]] = {pool: [] for pool in sorted(pools)}
         self._home: dict[TrajectoryId, str] = {}
 
     @property
@@ -45,21 +49,38 @@ class Routing:
         """Engines that are up, in a fixed order."""
         return [seat.engine for seat in self.seats.values() if seat.up]
 
+    def _changed(self, seat: Seat) -> None:
+        """Its load or its state is new. Old heap entries are dropped when they come to the top, or when too many."""
+        heap = self._heaps[seat.pool]
+        heapq.heappush(heap, (seat.load, seat.engine))
+        if len(heap) > 64 + 4 * len(self.seats):
+            heap[:] = [(s.load, s.engine) for s in self.seats.values() if s.pool == seat.pool and s.up]
+            heapq.heapify(heap)
+
+    def _least(self, pool: str) -> Seat | None:
+        """The least loaded live engine of a pool."""
+        heap = self._heaps[pool]
+        while heap:
+            load, engine = heap[0]
+            seat = self.seats[engine]
+            if seat.up and seat.load == load:
+                return seat
+            heapq.heappop(heap)
+        return None
+
     def _pick(self, domain: str) -> Seat | None:
         pool = self.affinity.get(domain, self.affinity.get(DEFAULT))
-        up = [seat for seat in self.seats.values() if seat.up]
-        own = [seat for seat in up if pool is None or seat.pool == pool]
 
-        def least(seats: list[Seat]) -> Seat | None:
+        def least(pools: Iterable[str]) -> Seat | None:
+            seats = [seat for p in pools if (seat := self._least(p))]
             return min(seats, key=lambda s: (s.load, s.engine), default=None)
 
-        def roomy(seats: list[Seat]) -> list[Seat]:
-            return [seat for seat in seats if not self.full or seat.load < self.full]
-
-        best = least(roomy(own))
-        if best is None:
-            best = least(roomy(up)) or least(own) or least(up)
-            self.fallbacks += best is not None and best not in own
+        own = least(self._heaps if pool is None else [pool])
+        if own and (not self.full or own.load < self.full):
+            return own
+        other = least(self._heaps)
+        best = other if own is None or (other and other.load < self.full) else own
+        self.fallbacks += best is not None and best is not own
         return best
 
     def choose(self, trajectory: TrajectoryId, domain: str) -> str | None:
@@ -72,6 +93,7 @@ class Routing:
         if seat is None:
             return None
         seat.load += 1
+        self._changed(seat)
         self._home[trajectory] = seat.engine
         return seat.engine
 
@@ -80,7 +102,11 @@ class Routing:
         home = self._home.pop(trajectory, None)
         if home is not None:
             self.seats[home].load -= 1
+            self._changed(self.seats[home])
         return home
 
     def mark(self, engine: str, *, up: bool) -> None:
-        self.seats[engine].up = up
+        seat = self.seats[engine]
+        self.up += up - seat.up
+        seat.up = up
+        self._changed(seat)

@@ -29,7 +29,8 @@ class Schedule:
     """One way to order rollout, reward, training and weight updates.
 
     turn_barrier: environments of a batch move turn by turn together, and rewards begin after the last of them;
-    check_always: staleness is checked at every turn and version, not only at the start.
+    check_always: staleness is checked at every turn and version, not only at the start. waits_for_weights: a step begins
+    only when the weights of the one before are served.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Schedule:
     overlap: Overlap = Overlap.BOUNDED
     free: FreeSlots = FreeSlots.LIVE
     check_always: bool = True
+    waits_for_weights: bool = False
     fixed_alpha: int | None = None
 
     def alpha(self, wanted: int | None) -> int:
@@ -54,8 +56,9 @@ SCHEDULES: dict[str, Schedule] = {
     for s in (
         Schedule(name="sync", turn_barrier=True, overlap=Overlap.NONE, fixed_alpha=0),
         Schedule(name="sync_plus", overlap=Overlap.NONE, fixed_alpha=0),
-        Schedule(name="one_off", overlap=Overlap.ONE_OFF, free=FreeSlots.TAKEN, fixed_alpha=1),
-        Schedule(name="areal", free=FreeSlots.STEPPED, check_always=False),
+        Schedule(name="one_off", overlap=Overlap.ONE_OFF, free=FreeSlots.TAKEN, fixed_alpha=1,
+                 waits_for_weights=True),
+        Schedule(name="areal", free=FreeSlots.STEPPED, check_always=False, waits_for_weights=True),
         Schedule(name="rollart"),
     )
 }

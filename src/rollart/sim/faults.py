@@ -36,5 +36,10 @@ class Faults:
             if not 0.0 <= value <= limit:
                 raise ValueError(f"faults.{field.name} needs 0 <= value <= {limit:g}; got {value:g}")
 
+    @property
+    def any_step(self) -> bool:
+        """Whether a step's luck matters at all."""
+        return bool(self.step_fails or self.step_hangs)
+
 
 CALM = Faults()

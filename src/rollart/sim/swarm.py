@@ -12,7 +12,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from random import Random
 
 from rollart.algo.settings import AlgoSettings
 from rollart.control.pipeline import PipelineSettings
@@ -20,9 +21,12 @@ from rollart.control.settings import SCHEDULES, RolloutSettings, ScheduleSetting
 from rollart.core.clock import stream
 from rollart.core.errors import InvariantViolated, RunError
 from rollart.core.types import StalePolicy
+from rollart.sim.costs import StepCost, TrainCost
 from rollart.sim.faults import Faults
 from rollart.sim.loop import Deadlock, NoProgress
-from rollart.sim.world import SimResult, World, simulate
+from rollart.sim.parts import RewardCost
+from rollart.sim.workload import TOY
+from rollart.sim.world import SimPool, SimResult, World, simulate
 
 FAILURES = (InvariantViolated, RunError, Deadlock, NoProgress)
 """What a wrong control plane raises under simulation (other exceptions are plain bugs and end the swarm)."""
@@ -35,8 +39,14 @@ def draw_world(seed: int) -> World:
     policy = list(StalePolicy)[seed // 5 % 2]
     alpha = chance.randrange(0, 4) if SCHEDULES[name].fixed_alpha is None else None
     group_size = chance.randrange(1, 6)
+    cost = StepCost(kv_s=1e-8, capacity=chance.choice([float("inf"), 12_000.0]), load_s=chance.choice([0.5, 10.0]))
+    limits = {"max_turns": chance.choice([3, 12]), "max_tokens": chance.choice([50, 400])}
+    domains = {name: replace(load, **limits) for name, load in TOY.items()}
+    reward = chance.choice([RewardCost(), RewardCost(instances=4), RewardCost(instances=4, serverless=False)])
     return World(
-        engines={"compute": chance.randrange(1, 4), "bandwidth": chance.randrange(1, 4)},
+        pools={"compute": SimPool(engines=chance.randrange(1, 4), cost=cost),
+               "bandwidth": _bandwidth_pool(chance, cost)},
+        domains=domains, reward=reward, opening=chance.choice([0, 0, 8]),
         schedule=ScheduleSettings(name=name, alpha=alpha, stale=policy),
         rollout=RolloutSettings(
             batch_groups=chance.randrange(1, 5), group_size=group_size, spares=chance.choice([0, 0, 1, 2]),
@@ -48,9 +58,14 @@ def draw_world(seed: int) -> World:
                                   eval_every=chance.choice([0, 1])),
         algo=AlgoSettings(filter=chance.choice(["none", "zero_variance"]),
                           truncated=chance.choice(["train", "mask"])),
-        faults=_draw_faults(seed), max_turns=chance.choice([3, 12]), max_tokens=chance.choice([50, 400]),
-        eval_tasks=chance.choice([0, 0, 1]), publish_s=chance.choice([0.0, 3.0, 60.0]),
-        train_step_s=chance.choice([1.0, 20.0, 120.0]), jitter=chance.random() < 0.5)
+        faults=_draw_faults(seed), eval_tasks=chance.choice([0, 0, 1]), publish_s=chance.choice([0.0, 3.0, 60.0]),
+        train=TrainCost(fixed_s=chance.choice([1.0, 20.0, 120.0])), jitter=chance.random() < 0.5)
+
+
+def _bandwidth_pool(chance: Random, cost: StepCost) -> SimPool:
+    """Of one to three engines, now and then with prefill and decode on engines of their own."""
+    split = chance.random() < 0.2
+    return SimPool(engines=chance.randrange(1, 4), cost=cost, prefill=int(split), decode=2 * split, kv_bytes=100_000)
 
 
 def _draw_faults(seed: int) -> Faults:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollart.algo.settings import AlgoSettings
 from rollart.control.env_manager import Services
@@ -25,15 +25,15 @@ from rollart.core.changed import Changed
 from rollart.core.clock import draw, now
 from rollart.core.errors import RunError, Stalled, TrainerLost, first_error
 from rollart.core.events import BatchTaken, Event, GroupEnded, GroupReady
-from rollart.core.types import Restored, Task, Version
+from rollart.core.types import Restored, TrajectoryId, Version
 from rollart.observe.invariants import Bounds, Invariants
 from rollart.observe.journal import Digest, Journal, Subscriber
-from rollart.sim.engine import EngineCost, SimEngine
+from rollart.sim.costs import StepCost, TrainCost
+from rollart.sim.engine import DisaggregatedEngine, SimEngine
 from rollart.sim.faults import CALM, Faults
 from rollart.sim.loop import VirtualTimeLoop, run_virtual
 from rollart.sim.parts import (
-    DOMAINS,
-    DomainCost,
+    RewardCost,
     SimCheckpoints,
     SimCluster,
     SimEnvironmentPool,
@@ -41,35 +41,55 @@ from rollart.sim.parts import (
     SimScorer,
     SimTasks,
     SimTrainer,
+    sim_task,
 )
+from rollart.sim.workload import TOY, Load
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPool:
+    """Engines of one kind. gpus: of each engine, of which one hour costs `price`. Prefill and decode disaggregated:
+    `prefill` engines of `prefill_cost` and `decode` engines of `cost` make up one engine (kv_bytes a token move between
+    them at `link` bytes/s)."""
+
+    engines: int = 2
+    cost: StepCost = field(default_factory=StepCost)
+    gpus: int = 1
+    price: float = 1.0
+    prefill: int = 0
+    decode: int = 0
+    prefill_cost: StepCost | None = None
+    kv_bytes: int = 0
+    link: float = 25e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
     """What is simulated.
 
-    engines: engines per pool. affinity: pool of each domain. costs: speed by pool (the default where missing).
-    weights: share of each domain. domains: what their episodes look like. max_turns, max_tokens: limits of a task,
-    turns and sampled tokens per turn. eval_tasks: held-out tasks per domain (0: no evaluation).
-    step_budget: most virtual seconds between two steps (I7). wasted_share: see `Bounds`. time_limit: virtual seconds.
-    publish_s, train_step_s: seconds of a publish and of a step besides its tokens. jitter: delay timers by chance.
+    pools: the engines. affinity: pool of each domain. weights: share of each domain. domains: what their episodes look
+    like. train, train_gpus, train_price: an optimizer step, on how many GPUs at what price an hour (all). reward: where
+    rewards run. opening: environments that open at once (0: no limit). eval_tasks: held-out tasks per domain (0: no
+    evaluation). step_budget: most virtual seconds between two steps (I7). wasted_share: see `Bounds`. time_limit:
+    virtual seconds. publish_s: until a version can be read, beside rollout. jitter: delay timers by chance.
     """
 
-    engines: Mapping[str, int] = field(default_factory=lambda: {"compute": 2, "bandwidth": 2})
+    pools: Mapping[str, SimPool] = field(default_factory=lambda: {"compute": SimPool(), "bandwidth": SimPool()})
     affinity: Mapping[str, str] = field(default_factory=lambda: {"math": "compute", "default": "bandwidth"})
-    costs: Mapping[str, EngineCost] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=lambda: {"math": 1.0, "game": 1.0, "code": 1.0})
-    domains: Mapping[str, DomainCost] = field(default_factory=lambda: DOMAINS)
+    domains: Mapping[str, Load] = field(default_factory=lambda: TOY)
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     rollout: RolloutSettings = field(default_factory=lambda: RolloutSettings(batch_groups=4, group_size=4))
     pipeline: PipelineSettings = field(default_factory=lambda: PipelineSettings(steps=4, checkpoint_every=0))
     algo: AlgoSettings = field(default_factory=AlgoSettings)
+    reward: RewardCost = field(default_factory=RewardCost)
+    train: TrainCost = field(default_factory=TrainCost)
+    train_gpus: int = 1
+    train_price: float = 1.0
     faults: Faults = CALM
-    max_turns: int = 12
-    max_tokens: int = 400
+    opening: int = 0
     eval_tasks: int = 0
     publish_s: float = 3.0
-    train_step_s: float = 5.0
     step_budget: float = 4 * 3_600.0
     wasted_share: float = 1.0
     time_limit: float = 10 * 86_400.0
@@ -78,7 +98,9 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class SimResult:
-    """What came out. `ended`: finished, or the expected error that ended the run. `counts`: trajectories by fate."""
+    """What came out. ended: finished, or the expected error that ended the run. counts, tokens: trajectories and their
+    sampled tokens by fate. seconds: virtual. busy: share of the time that each pool, the trainer ("train") and reward
+    instances ("reward") worked. reward_seconds: instance-seconds. prefill_tokens, preempted: of all engines."""
 
     digest: str
     ended: str
@@ -88,6 +110,11 @@ class SimResult:
     seconds: float
     events: int
     callbacks: int
+    busy: Mapping[str, float]
+    reward_seconds: float
+    cold_starts: int
+    prefill_tokens: int
+    preempted: int
 
 
 class _Honesty:
@@ -127,20 +154,21 @@ class SimRun:
                  restored: Restored | None = None) -> None:
         self.world, self.seed, self._restored = world, seed, restored
         schedule, settings, faults = world.schedule, world.rollout, world.faults
-        self.tasks = SimTasks(world.weights, seed=draw(seed, "tasks"), max_turns=world.max_turns,
-                              max_tokens=world.max_tokens)
-        self.scorer = SimScorer(seed=seed, faults=faults, domains=world.domains)
+        self.tasks = SimTasks(world.weights, world.domains, seed=draw(seed, "tasks"))
+        self.scorer = SimScorer(seed=seed, faults=faults, domains=world.domains, cost=world.reward)
         self.invariants = Invariants(Bounds(
             alpha=schedule.bound, slots=(schedule.bound + 1) * settings.batch_groups + settings.spare_groups,
             group_size=settings.group_size, free=schedule.schedule.free, bounded=schedule.schedule.check_always,
             max_replacements=settings.max_replacements, pinned=("eval-0",), step_seconds=world.step_budget,
             wasted_share=world.wasted_share))
         violated = self.invariants.fail
-        self.pool = SimEnvironmentPool(seed=seed, faults=faults, domains=world.domains, violated=violated)
+        self.pool = SimEnvironmentPool(seed=seed, faults=faults, domains=world.domains, violated=violated,
+                                       opening=world.opening)
         self.trainer = SimTrainer(seed=seed, faults=faults, violated=violated, publish_s=world.publish_s,
-                                  step_s=world.train_step_s)
+                                  cost=world.train)
         self.trainer.version = version
-        self.engines = [self._engine(f"{pool}-{i}", pool) for pool, n in world.engines.items() for i in range(n)]
+        self.engines = [self._engine(f"{name}-{i}", name, pool) for name, pool in world.pools.items()
+                        for i in range(pool.engines)]
         self.cluster = SimCluster(self.engines, seed=seed, faults=faults)
         self.buffer = SampleBuffer(batch_groups=settings.batch_groups, alpha=schedule.bound, schedule=schedule.schedule,
                                    stale=schedule.stale, spare_groups=settings.spare_groups, version=version)
@@ -148,9 +176,26 @@ class SimRun:
         self.journal = Journal([self.digest, self.invariants, self.honesty, *subscribers])
         self.pipeline = self._pipeline()
 
-    def _engine(self, id: str, pool: str) -> SimEngine:
-        return SimEngine(id, pool, seed=self.seed, cost=self.world.costs.get(pool, EngineCost()),
-                         violated=self.invariants.fail)
+    def _engine(self, id: str, name: str, pool: SimPool) -> SimEngine | DisaggregatedEngine:
+        if not pool.prefill:
+            return self._unit(id, name, pool.cost)
+        return DisaggregatedEngine(
+            id, name, [self._unit(f"{id}-prefill-{i}", name, pool.prefill_cost or pool.cost)
+                       for i in range(pool.prefill)],
+            [self._unit(f"{id}-decode-{i}", name, pool.cost) for i in range(pool.decode)], kv_bytes=pool.kv_bytes,
+            link=pool.link, says=self._says)
+
+    def _unit(self, id: str, pool: str, cost: StepCost) -> SimEngine:
+        return SimEngine(id, pool, seed=self.seed, cost=cost, says=self._says, violated=self.invariants.fail)
+
+    def _says(self, id: TrajectoryId, domain: str, turn: int) -> int:
+        return self.world.domains[domain].says(self.seed, id, turn)
+
+    @property
+    def units(self) -> list[SimEngine]:
+        """All engines, those of a disaggregated one singly."""
+        return [unit for engine in self.engines
+                for unit in (engine.units if isinstance(engine, DisaggregatedEngine) else [engine])]
 
     def _pipeline(self) -> Pipeline:
         world, changed, journal = self.world, Changed(), self.journal
@@ -162,9 +207,9 @@ class SimRun:
         sync = WeightSync(self.trainer, proxy, journal)
         evaluator = None
         if world.eval_tasks:
-            self.engines.append(self._engine("eval-0", "eval"))
+            self.engines.append(self._engine("eval-0", "eval", next(iter(world.pools.values()))))
             pinned = LLMProxy(self.engines[-1:], {}, journal=journal, changed=changed)
-            held_out = [Task(f"{domain}-held-out:{i}", domain, {}, world.max_turns, world.max_tokens)
+            held_out = [replace(sim_task(domain, world.domains[domain], i), id=f"{domain}-held-out:{i}")
                         for domain in world.weights for i in range(world.eval_tasks)]
             evaluator = Evaluator(Services(proxy=pinned, environments=self.pool, renderer=SimRenderer(),
                                            scorer=self.scorer, journal=journal, settings=world.rollout,
@@ -208,26 +253,33 @@ def _leaves(error: BaseException) -> list[BaseException]:
     return [error]
 
 
-def simulate(world: World, seed: int) -> SimResult:
-    """Run one world from one seed.
+def simulate(world: World, seed: int, subscribers: Sequence[Subscriber] = ()) -> SimResult:
+    """Run one world from one seed; `subscribers` hear its journal.
 
     Raises InvariantViolated, Stalled, Deadlock or NoProgress if the control plane is wrong. An error that bad luck may
     bring (a lost trainer, no engine left, too many failed groups) is in `ended`.
     """
     loop = VirtualTimeLoop(time_limit=world.time_limit, jitter_seed=seed if world.jitter else None)
 
-    async def main() -> tuple[SimRun, str, float]:
-        run = SimRun(world, seed)
-        return run, *await run.main()
+    async def main() -> tuple[SimRun, str, float, float]:
+        run = SimRun(world, seed, subscribers=subscribers)
+        return run, *await run.main(), run.scorer.warm
 
     try:
-        run, ended, seconds = run_virtual(main(), loop=loop)
+        run, ended, seconds, warm = run_virtual(main(), loop=loop)
     except BaseExceptionGroup as group:
         raise first_error(group) from group
-    invariants = run.invariants
+    invariants, units = run.invariants, run.units
+    busy = {name: sum(unit.busy for unit in units if unit.pool == name) / (seconds * sum(
+        unit.pool == name for unit in units)) for name in world.pools} if seconds else {}
     return SimResult(digest=run.digest.hexdigest(), ended=ended, steps=invariants.trainer, seconds=seconds,
                      counts=_named(invariants.fates), tokens=_named(invariants.tokens), events=run.journal.sequence,
-                     callbacks=loop.callbacks)
+                     callbacks=loop.callbacks,
+                     busy={**busy, "train": run.trainer.busy / seconds if seconds else 0.0,
+                           "reward": run.scorer.busy / warm if warm else 0.0},
+                     reward_seconds=warm, cold_starts=run.scorer.cold_starts,
+                     prefill_tokens=sum(unit.prefill_tokens for unit in units),
+                     preempted=sum(unit.preempted for unit in units))
 
 
 def _named(counts: Counter) -> dict[str, int]:
