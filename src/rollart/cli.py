@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,49 +12,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from rollart import __version__
+from rollart import __version__, cli_sim
+from rollart.cli_base import Sets, clear_errors, console, errors, tell
 from rollart.config.recipe import Recipe, from_tables, load_recipe
-from rollart.core.errors import ConfigError, RollArtError, RunError, first_error
+from rollart.core.errors import ConfigError, RunError
 from rollart.observe.run_folder import RunFolder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Disaggregated, asynchronous, multi-task agentic RL training of LLMs.")
 envs_app = typer.Typer(no_args_is_help=True, help="List the task domains, or play one in the terminal.")
 app.add_typer(envs_app, name="envs")
-console = Console()
-errors = Console(stderr=True)
-
-Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE",
-                                                help="Override a recipe key, e.g. pipeline.steps=20. Repeatable.")]
-
-
-def _tell(text: str, style: str = "") -> None:
-    errors.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
-
-def _fail(message: str, code: int) -> None:
-    _tell(f"error: {message}", "red")
-    raise SystemExit(code)
-
-
-@contextmanager
-def _clear_errors(resume: Path | None = None) -> Iterator[None]:
-    """One line instead of a traceback for everything a user can do something about."""
-    try:
-        yield
-    except (RollArtError, OSError, sqlite3.Error, BaseExceptionGroup) as error:
-        first = first_error(error)
-        if isinstance(first, ConfigError):
-            _fail(str(first), 2)
-        hint = f"; continue with: rollart train --resume {resume}" if resume and "--resume" not in str(first) else ""
-        if isinstance(first, RollArtError | OSError | sqlite3.Error):
-            _fail(f"{first}{hint}", 1)
-        raise first from None
-
-
+cli_sim.register(app)
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"rollart {__version__}")
@@ -77,7 +46,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the recipe, print what would run, stop.")] = False,
 ) -> None:
     """Train by a recipe, or go on with an interrupted run."""
-    with _clear_errors():
+    with clear_errors():
         if (recipe is None) == (resume is None):
             raise ConfigError("train needs either a RECIPE to start or --resume FOLDER to go on; got "
                               + ("both" if recipe else "neither"))
@@ -103,7 +72,7 @@ def train(
             folder.rewrite_config(settings.to_json())
         else:
             folder.create(settings.to_json())
-    with _clear_errors(folder.path):
+    with clear_errors(folder.path):
         try:
             with folder:
                 finished = asyncio.run(_train(settings, folder, resume=bool(resume)))
@@ -116,7 +85,7 @@ def train(
         finally:
             _report(folder)
     if not finished:
-        _tell(f"interrupted; continue with: rollart train --resume {folder.path}")
+        tell(f"interrupted; continue with: rollart train --resume {folder.path}")
         raise SystemExit(130)
 
 
@@ -217,7 +186,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Held-out success per domain of a run's newest checkpoint, or of any checkpoint folder."""
-    with _clear_errors():
+    with clear_errors():
         from rollart.config.toml import override
 
         folder = RunFolder(target)
@@ -253,7 +222,7 @@ def evaluate(
 @app.command()
 def status(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
     """What a run is doing now: versions, slots, who waits for what, the oldest items in flight."""
-    with _clear_errors():
+    with clear_errors():
         from rollart.observe.status import render_status
 
         RunFolder(run).read_config()
@@ -267,7 +236,7 @@ def report(
                                               help="Serve the live report on this loopback port.")] = None,
 ) -> None:
     """Write report.html again from what the run has so far, and print its short form."""
-    with _clear_errors():
+    with clear_errors():
         from rollart.observe.report import render_report, write_report
 
         RunFolder(run).read_config()
@@ -310,7 +279,7 @@ def envs_play(
     sets: Sets = None,
 ) -> None:
     """Play one task of a domain: yourself, or watch the scripted or the random player."""
-    with _clear_errors():
+    with clear_errors():
         from rollart.config.toml import override
         from rollart.envs.domain import make_domain
         from rollart.envs.play import play

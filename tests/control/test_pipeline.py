@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,11 +32,12 @@ from rollart.core.events import (
     WeightsLive,
 )
 from rollart.core.types import Fate, Restored, StalePolicy, Task, Trajectory, TrajectoryId, Unfinished
-from rollart.sim.engine import EngineCost, SimEngine
+from rollart.sim.costs import StepCost, TrainCost
+from rollart.sim.engine import SimEngine
 from rollart.sim.faults import CALM, Faults
 from rollart.sim.loop import run_virtual
 from rollart.sim.parts import (
-    DOMAINS,
+    RewardCost,
     SimCheckpoints,
     SimCluster,
     SimEnvironmentPool,
@@ -44,6 +46,7 @@ from rollart.sim.parts import (
     SimTasks,
     SimTrainer,
 )
+from rollart.sim.workload import TOY
 
 STORMY = Faults(engine_mtbf=400.0, engine_repair=20.0, open_fails=0.05, step_fails=0.02, step_hangs=0.01,
                 score_fails=0.05)
@@ -60,10 +63,13 @@ def sim(name: str, stale: StalePolicy = StalePolicy.ABORT, *, seed: int = 0, fau
         alpha: int | None = None, version: int = 0, publish_s: float = 8.0, step_s: float = 10.0,
         checkpoint_every: int = 0, **rollout: Any) -> Rig:
     """A run over simulated parts; slow turns, so that many are under way when weights change."""
-    cost = EngineCost(decode_base_s=0.1, turn_tokens=100.0)
-    engines = [SimEngine(f"{pool}-{n}", pool, seed=seed, cost=cost, violated=violated)
+    cost = StepCost(overhead_s=0.1)
+    domains = {name: replace(load, max_turns=6, max_tokens=300) for name, load in TOY.items()}
+    engines = [SimEngine(f"{pool}-{n}", pool, seed=seed, cost=cost, violated=violated,
+                         says=lambda id, domain, turn: domains[domain].says(seed, id, turn))
                for pool in ("a", "b") for n in range(2)]
-    trainer = SimTrainer(seed=seed, faults=faults, publish_s=publish_s, step_s=step_s, violated=violated)
+    trainer = SimTrainer(seed=seed, faults=faults, publish_s=publish_s, cost=TrainCost(fixed_s=step_s),
+                         violated=violated)
     trainer.version = version
     cluster = SimCluster(engines, seed=seed, faults=faults)
     cluster.begin()
@@ -73,10 +79,10 @@ def sim(name: str, stale: StalePolicy = StalePolicy.ABORT, *, seed: int = 0, fau
                                    "max_failed_groups": 50, **rollout}),
         pipeline=PipelineSettings(steps=steps, checkpoint_every=checkpoint_every),
         affinity={"math": "a", "default": "b"},
-        pool=SimEnvironmentPool(seed=seed, faults=faults, domains=DOMAINS, violated=violated),
+        pool=SimEnvironmentPool(seed=seed, faults=faults, domains=domains, violated=violated),
         renderer=SimRenderer(), trainer=trainer,
-        scorer=SimScorer(seed=seed, faults=faults, domains=DOMAINS), cluster=cluster, seed=seed,
-        tasks=SimTasks({"math": 1.0, "game": 1.0, "code": 1.0}, seed=seed, max_turns=6, max_tokens=300),
+        scorer=SimScorer(seed=seed, faults=faults, domains=domains, cost=RewardCost()), cluster=cluster, seed=seed,
+        tasks=SimTasks({"math": 1.0, "game": 1.0, "code": 1.0}, domains, seed=seed),
         checkpoints=SimCheckpoints())
 
 

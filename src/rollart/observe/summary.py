@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,21 @@ from rollart.observe.run_folder import RunFolder, atomic_write
 
 
 def summarise(run_path: str | Path) -> dict[str, Any]:
-    """The figures: see the keys below. Times in seconds, staleness in versions, success 0 to 1, null: not known."""
+    """The figures of a run folder."""
     folder = RunFolder(run_path)
-    lines = read_metrics(folder.metrics)
+    with LedgerView(folder.database) as ledger:
+        return figures(read_metrics(folder.metrics), ledger.by_domain(), ledger.counts(), ledger.tokens(),
+                       ledger.evaluations())
+
+
+def figures(lines: Sequence[Mapping[str, Any]], by_domain: Mapping[str, Mapping[str, int]], counts: Mapping[str, int],
+            tokens: Mapping[str, int], evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures: see the keys below. Times in seconds, staleness in versions, success 0 to 1, null: not known.
+
+    lines: those of metrics.jsonl; by_domain, counts, tokens: trajectories and their sampled tokens by fate.
+    """
     steps = [line for line in lines if line["kind"] == "step"]
     starts = [line for line in lines if line["kind"] == "start"]
-    with LedgerView(folder.database) as ledger:
-        by_domain, counts, tokens = ledger.by_domain(), ledger.counts(), ledger.tokens()
-        evaluations = ledger.evaluations()
     wall = max((line["wall_seconds"] for line in lines), default=0.0)
     idle = max((line.get("idle_seconds", 0.0) for line in lines), default=0.0)
     stale = Counter[int]()

@@ -150,15 +150,14 @@ class SimEngine:
         self._advance()
         self.up, self.version = False, None
         self._died.set()
-        self._drop_kv()
         for turn in self._turns.values():
             if not turn.waiter.done():
                 sampled = self._sampled(turn)
                 partial = self._completion(turn, sampled, Finish.LENGTH) if sampled else None
                 turn.waiter.set_exception(EngineLost(f"{self.id}: {reason}", partial))
-        for container in (self._turns, self._waiting, self._prefills, self._ends):
+        for container in (self._turns, self._waiting, self._prefills, self._ends, self.kv, self._prompts):
             container.clear()
-        self._decoding, self._starts, self._held, self._queued = 0, 0.0, 0, self._work
+        self._cached, self._decoding, self._starts, self._held, self._queued = 0, 0, 0.0, 0, self._work
         self._arm()
 
     def restart(self) -> None:

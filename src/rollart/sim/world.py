@@ -24,7 +24,7 @@ from rollart.control.weight_sync import WeightSync
 from rollart.core.changed import Changed
 from rollart.core.clock import draw, now
 from rollart.core.errors import RunError, Stalled, TrainerLost, first_error
-from rollart.core.events import BatchTaken, Event, GroupEnded, GroupReady
+from rollart.core.events import BatchTaken, Event, GroupEnded, GroupReady, StepEnded
 from rollart.core.types import Restored, TrajectoryId, Version
 from rollart.observe.invariants import Bounds, Invariants
 from rollart.observe.journal import Digest, Journal, Subscriber
@@ -100,7 +100,8 @@ class World:
 class SimResult:
     """What came out. ended: finished, or the expected error that ended the run. counts, tokens: trajectories and their
     sampled tokens by fate. seconds: virtual. busy: share of the time that each pool, the trainer ("train") and reward
-    instances ("reward") worked. reward_seconds: instance-seconds. prefill_tokens, preempted: of all engines."""
+    instances ("reward") worked. reward_seconds: instance-seconds. prefill_tokens, preempted: of all engines. step_ends:
+    when each step ended. train_seconds: of all steps. staleness: mean of what was trained, in versions."""
 
     digest: str
     ended: str
@@ -115,6 +116,28 @@ class SimResult:
     cold_starts: int
     prefill_tokens: int
     preempted: int
+    step_ends: tuple[float, ...]
+    train_seconds: float
+    staleness: float
+
+    def step_seconds(self, skip: int = 1) -> float:
+        """Seconds of a step on average, the first `skip` left out (they fill the pipeline)."""
+        return (self.step_ends[-1] - self.step_ends[skip - 1]) / (len(self.step_ends) - skip)
+
+
+class _Steps:
+    """When steps ended, and how stale what they trained was."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        self.stale: Counter[int] = Counter()
+
+    def on(self, at: float, event: Event) -> None:
+        match event:
+            case StepEnded():
+                self.ends.append(at)
+            case BatchTaken(staleness=staleness):
+                self.stale.update(staleness)
 
 
 class _Honesty:
@@ -173,7 +196,8 @@ class SimRun:
         self.buffer = SampleBuffer(batch_groups=settings.batch_groups, alpha=schedule.bound, schedule=schedule.schedule,
                                    stale=schedule.stale, spare_groups=settings.spare_groups, version=version)
         self.digest, self.honesty = Digest(), _Honesty(self.scorer, self.tasks, restored, violated)
-        self.journal = Journal([self.digest, self.invariants, self.honesty, *subscribers])
+        self.steps = _Steps()
+        self.journal = Journal([self.digest, self.invariants, self.honesty, self.steps, *subscribers])
         self.pipeline = self._pipeline()
 
     def _engine(self, id: str, name: str, pool: SimPool) -> SimEngine | DisaggregatedEngine:
@@ -279,7 +303,10 @@ def simulate(world: World, seed: int, subscribers: Sequence[Subscriber] = ()) ->
                            "reward": run.scorer.busy / warm if warm else 0.0},
                      reward_seconds=warm, cold_starts=run.scorer.cold_starts,
                      prefill_tokens=sum(unit.prefill_tokens for unit in units),
-                     preempted=sum(unit.preempted for unit in units))
+                     preempted=sum(unit.preempted for unit in units), step_ends=tuple(run.steps.ends),
+                     train_seconds=run.trainer.busy,
+                     staleness=run.steps.stale.total() and sum(age * n for age, n in run.steps.stale.items())
+                     / run.steps.stale.total())
 
 
 def _named(counts: Counter) -> dict[str, int]:
