@@ -88,14 +88,16 @@ def _show(summary: dict[str, Any], took: float) -> None:
         table.add_row(name, f"{hours:,.1f}", f"{summary['utilisation'][name]:.0%}")
     console.print(table)
     stale, tokens, rewards = summary["staleness"], summary["tokens"], summary["rewards"]
+    wasted = tokens["wasted"] / max(tokens["generated"], 1)
     counts = ", ".join(f"{name} {n:,}" for name, n in summary["ledger"].items() if n)
-    console.print(f"cost {summary['cost']:,.1f} H20-hours; trainer idle {summary['trainer_idle_fraction']:.0%}; staleness "
-                  f"{stale['mean']:.2f} on average, {stale['max']} at most (bound {stale['bound']})\n"
+    console.print(f"cost {summary['cost']:,.1f} H20-hours; trainer idle {summary['trainer_idle_fraction']:.0%}; "
+                  f"staleness {stale['mean']:.2f} on average, {stale['max']} at most (bound {stale['bound']})\n"
                   f"trajectories: {counts}\n"
-                  f"tokens: {tokens['generated']:,} sampled, {tokens['wasted'] / max(tokens['generated'], 1):.1%} wasted, "
+                  f"tokens: {tokens['generated']:,} sampled, {wasted:.1%} wasted, "
                   f"{summary['engines']['prefill_tokens']:,} prefilled, {summary['engines']['preempted']:,} turns "
-                  f"preempted\nrewards: {rewards['instance_seconds']:,.0f} instance-seconds, {rewards['utilisation']:.0%} "
-                  f"busy, {rewards['cold_starts']:,} cold starts\ndigest {summary['digest']}", highlight=False)
+                  f"preempted\nrewards: {rewards['instance_seconds']:,.0f} instance-seconds, "
+                  f"{rewards['utilisation']:.0%} busy, {rewards['cold_starts']:,} cold starts\n"
+                  f"digest {summary['digest']}", highlight=False)
 
 
 def swarm(
@@ -116,7 +118,7 @@ def reproduce(
     json_file: Json = None,
     listed: Annotated[bool, typer.Option("--list", help="List the tables and stop.")] = False,
     sensitivity: Annotated[bool, typer.Option(help="Also halve and double each assumed constant.")] = False,
-    write: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write reproduction.md and its plots here.")] = None,
+    write: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write reproduction.md and plots here.")] = None,
     processes: Annotated[int, typer.Option(min=0, help="How many simulations at once (0: one a core).")] = 0,
     seed: Annotated[int, typer.Option(help="Of every simulation.")] = 0,
 ) -> None:
@@ -134,7 +136,7 @@ def reproduce(
 
 
 def plan(
-    recipe: Annotated[Path, typer.Argument(help="A simulation recipe: its model, mix and batch; its pools are planned.")],
+    recipe: Annotated[Path, typer.Argument(help="A simulation recipe: its model, mix and batch are kept.")],
     cluster: Annotated[str, typer.Option(help="What there is, e.g. 96xH800,32xH20.")],
     budget: Annotated[float | None, typer.Option(help="Most to spend per hour, in hours of one H20.")] = None,
     goal: Annotated[str, typer.Option(help="time (per trained step) or cost (per trained step).")] = "time",

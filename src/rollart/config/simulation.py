@@ -184,11 +184,16 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-def load_simulation(path: Path, assignments: Sequence[str] = ()) -> SimRecipe:
-    """Read a simulation recipe, apply `a.b=c` overrides, check everything. Raises ConfigError in one line."""
+def load_tables(path: Path, assignments: Sequence[str] = ()) -> dict[str, Any]:
+    """The plain tables of a simulation recipe with `a.b=c` overrides. Raises ConfigError."""
     tables = read_toml(path)
     override(tables, assignments)
-    return simulation_from(tables)
+    return tables
+
+
+def load_simulation(path: Path, assignments: Sequence[str] = ()) -> SimRecipe:
+    """A checked simulation recipe. Raises ConfigError in one line."""
+    return simulation_from(load_tables(path, assignments))
 
 
 def simulation_from(tables: Mapping[str, Any]) -> SimRecipe:

@@ -29,8 +29,8 @@ class Schedule:
     """One way to order rollout, reward, training and weight updates.
 
     turn_barrier: environments of a batch move turn by turn together, and rewards begin after the last of them;
-    check_always: staleness is checked at every turn and version, not only at the start. waits_for_weights: a step begins
-    only when the weights of the one before are served.
+    check_always: staleness is checked at every turn and version, not only at the start;
+    waits_for_weights: a step begins only when the weights of the one before are served.
     """
 
     name: str

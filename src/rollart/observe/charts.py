@@ -141,3 +141,27 @@ def split_bar(parts: Sequence[tuple[str, float, str]], scale: float, unit: str =
             cells.append(f'<span class="{escape(class_)}" style="width:{share * 100:.2f}%" '
                          f'title="{escape(name)}: {value:.3g}{escape(unit)}">{escape(label)}</span>')
     return f'<div class="split">{"".join(cells)}</div>'
+
+
+def ranges_chart(title: str, rows: Sequence[tuple[str, float, float, float]]) -> str:
+    """A row for each (label, low, high, ours): the range as a bar, ours as a point. A whole file, with its style."""
+    left, width, height = 330, 760, 24 * len(rows) + TOP + BOTTOM
+    top = nice_top(max([max(high, ours) for _, _, high, ours in rows], default=1.0))
+
+    def x(value: float) -> float:
+        return left + min(1.0, value / top) * (width - left - 60)
+
+    out = [tag("style", "text{font:12px sans-serif;fill:#24292f}.t{fill:#57606a}.b{fill:#9ec5e8}.o{fill:#c2410c}"
+                        ".g{stroke:#d0d7de}"), tag("rect", width=width, height=height, fill="#fff")]
+    for i in range(5):
+        value = top * i / 4
+        out.append(tag("line", x1=x(value), x2=x(value), y1=TOP, y2=height - BOTTOM, class_="g"))
+        out.append(tag("text", f"{value:.3g}", x=x(value), y=height - 8, class_="t", text_anchor="middle"))
+    for i, (label, low, high, ours) in enumerate(rows):
+        y = float(TOP + 24 * i + 12)
+        out.append(tag("text", escape(label), x=left - 10, y=y + 4, text_anchor="end"))
+        out.append(tag("rect", x=x(low) - 2, y=y - 6, width=x(high) - x(low) + 4, height=12, class_="b"))
+        out.append(tag("circle", cx=x(ours), cy=y, r=4.5, class_="o"))
+        out.append(tag("text", f"{ours:.3g}", x=width - 8, y=y + 4, class_="t", text_anchor="end"))
+    return tag("svg", tag("title", escape(title)) + "".join(out), xmlns="http://www.w3.org/2000/svg",
+               viewBox=f"0 0 {width} {height}", width=width, height=height)

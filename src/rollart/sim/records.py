@@ -2,7 +2,7 @@
 
     TIMESTAMP,ContextTokens,GeneratedTokens            a CSV trace: each request is an episode of one turn
     {"timestamp": ms, "input_length", "output_length", "hash_ids"}     a JSON-lines trace: a request whose blocks begin
-                                                       with all whole blocks of an earlier one continues that conversation
+                                                       with all whole blocks of an earlier one continues it
     {"turns": [["user", characters], ["assistant", characters], ...]}  an episode a line
     {"query_chars", "action_chars": [...], "observation_chars": [...]} an episode a line
 
@@ -70,7 +70,8 @@ def _whole(path: Path, lines: list[tuple[int, str]], reader: Callable[[Iterator[
 
     def parsed() -> Iterator[Any]:
         nonlocal at
-        for at, line in lines:
+        for number, line in lines:
+            at = number
             if line.lstrip().startswith("{"):
                 value = json.loads(line)
                 if not isinstance(value, dict):
@@ -134,7 +135,8 @@ def _conversations(lines: Iterator[Mapping[str, Any]]) -> Recorded:
     gaps, before = [], float("-inf")
     for line in lines:
         time = before = _forward(_length(line["timestamp"], "timestamp") / 1000.0, before)
-        tokens, says = _length(line["input_length"], "input_length", 1), _length(line["output_length"], "output_length", 1)
+        tokens = _length(line["input_length"], "input_length", 1)
+        says = _length(line["output_length"], "output_length", 1)
         blocks = tuple(_lengths(line["hash_ids"], "hash_ids"))
         found = next((open_.pop(blocks[:n]) for n in range(len(blocks) - 1, 1, -1) if blocks[:n] in open_
                       and open_[blocks[:n]].total < tokens), None)

@@ -1,18 +1,12 @@
-"""Many seeds, each a random world with a random subset of faults: `python -m rollart.sim.swarm --seeds 1000`.
+"""Random worlds: each seed is one, with a random subset of faults. `rollart swarm` runs many.
 
-Keeps true: a seed names a run for ever, so a failure is replayed by `--first SEED --seeds 1`. Switching whole kinds of
-faults off per seed finds more than a bit of everything in each (swarm testing, Groce et al. 2012).
+Keeps true: a seed names a run for ever, so a failure is replayed by `rollart simulate swarm --seed SEED`. Switching
+whole kinds of faults off per seed finds more than a bit of everything in each (swarm testing, Groce et al. 2012).
 """
 
 from __future__ import annotations
 
-import argparse
-import re
-import sys
-import time
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
 
 from rollart.algo.settings import AlgoSettings
@@ -79,58 +73,9 @@ def _draw_faults(seed: int) -> Faults:
     return Faults(**on, engine_repair=chance.choice([5.0, 120.0]))
 
 
-@dataclass(kw_only=True)
-class Report:
-    """What a swarm found. `failures`: (seed, reason); `ended`: how runs ended, by kind."""
-
-    failures: list[tuple[int, str]] = field(default_factory=list)
-    ended: Counter[str] = field(default_factory=Counter)
-    counts: Counter[str] = field(default_factory=Counter)
-    callbacks: int = 0
-
-
 def attempt(seed: int) -> SimResult | str:
     """The result of one seed, or why it failed: `InvariantViolated: I3: ...`."""
     try:
         return simulate(draw_world(seed), seed)
     except FAILURES as failure:
         return f"{type(failure).__name__}: {failure}"
-
-
-def swarm(seeds: Iterable[int]) -> Report:
-    """Run every seed and collect."""
-    report = Report()
-    for seed in seeds:
-        result = attempt(seed)
-        if isinstance(result, str):
-            report.failures.append((seed, result))
-        else:
-            report.ended[result.ended.partition(":")[0]] += 1
-            report.counts.update(result.counts)
-            report.callbacks += result.callbacks
-    return report
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Exit code 1 if any seed failed. Failures are grouped by their text without numbers."""
-    parser = argparse.ArgumentParser(prog="python -m rollart.sim.swarm", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=200, help="how many seeds")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    wanted = parser.parse_args(argv)
-    if wanted.seeds < 1:
-        parser.error(f"--seeds must be at least 1; got {wanted.seeds}")
-    began = time.process_time()
-    report = swarm(range(wanted.first, wanted.first + wanted.seeds))
-    print(f"{wanted.seeds} seeds, {time.process_time() - began:.1f} CPU seconds, {report.callbacks} callbacks")
-    print(f"ended: {dict(report.ended)}; trajectories: {dict(report.counts)}")
-    kinds: dict[str, list[tuple[int, str]]] = {}
-    for seed, reason in report.failures:
-        kinds.setdefault(re.sub(r"\d+", "N", reason)[:80], []).append((seed, reason))
-    for found in sorted(kinds.values(), key=len, reverse=True):
-        seeds = ", ".join(str(seed) for seed, _ in found[:10])
-        print(f"FAILED {len(found)} seeds: {seeds}{', ...' if len(found) > 10 else ''}; the first: {found[0][1]}")
-    return 1 if report.failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -41,7 +41,7 @@ class Spread:
         if self.shape not in ("lognormal", "normal"):
             raise ValueError(f"shape must be lognormal or normal; got {self.shape!r}")
         if not 0 <= self.tail_probability <= 1 or self.tail < 0:
-            raise ValueError(f"needs a tail_probability of 0 to 1 and tail >= 0; got {self.tail_probability}, {self.tail}")
+            raise ValueError(f"needs tail_probability of 0 to 1, tail >= 0; got {self.tail_probability}, {self.tail}")
 
     def draw(self, seed: int, *name: object, common: tuple[object, ...] = (), alike: float = 0.0) -> float:
         """The value that this seed and name stand for. `alike` of the variance (of the logarithm, for a lognormal) is
@@ -75,7 +75,7 @@ def _spread(mean: float, sigma: float = 0.0, **rest: float) -> Spread:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one opened environment: its turns, the tokens of the first message and of the one after each turn but the last."""
+    """Of one opened environment: its turns, and the tokens of the first message and of each later one."""
 
     turns: int
     prompt: int

@@ -124,8 +124,8 @@ def _scaling(get: Get) -> list[Row]:
         def step(system: str, gpus: int = gpus) -> float:
             return get(paper_cluster(system, "14B", train=gpus // 4, rollout=gpus * 3 // 4, affinity=False)).step
 
-        rows += [Row(f"14B on {gpus} H800, RollArt over {SYSTEMS[system]}", (1.33, 2.08), step(system) / step("rollart"))
-                 for system in ("sync_plus", "one_off", "areal")]
+        rows += [Row(f"14B on {gpus} H800, RollArt over {SYSTEMS[system]}", (1.33, 2.08),
+                     step(system) / step("rollart")) for system in ("sync_plus", "one_off", "areal")]
     return rows
 
 
@@ -141,8 +141,9 @@ def _affinity(get: Get) -> list[Row]:
             return get({**tables, "pools": pools}).step
 
         mixed = step({"h800": pool("H800", 64, tp, PREFILL), "h20": pool("H20", 24, tp, DECODE)})
-        rows += [Row(f"{size} 64 H800 + 24 H20 over 208 H20", (1.30, 1.68), step({"h20": pool("H20", 208, tp)}) / mixed),
-                 Row(f"{size} 64 H800 + 24 H20 over 72 H800", (1.12, 1.37), step({"h800": pool("H800", 72, tp)}) / mixed)]
+        only = {"208 H20": {"h20": pool("H20", 208, tp)}, "72 H800": {"h800": pool("H800", 72, tp)}}
+        rows += [Row(f"{size} 64 H800 + 24 H20 over {name}", paper, step(only[name]) / mixed)
+                 for name, paper in (("208 H20", (1.30, 1.68)), ("72 H800", (1.12, 1.37)))]
     return rows
 
 
