@@ -9,10 +9,13 @@ import dataclasses
 import inspect
 from typing import Any
 
+from rollart.config import simulation
 from rollart.config.recipe import SECTIONS, PoolSettings
 from rollart.core.errors import ConfigError
 from rollart.envs.domain import DOMAINS, domain_class
 from rollart.envs.latency import Latency
+from rollart.sim.costs import Shape, StepCost, TrainCost
+from rollart.sim.workload import Load, Spread
 
 HEAD = """# Recipes
 
@@ -29,6 +32,15 @@ This page is written from the settings: `python -m rollart.config.reference > do
     keep_checkpoints = 2    # the newest so many stay on disk
 """
 
+SIMULATION = """# Simulation recipes
+
+What `rollart simulate` and `rollart plan` read; `recipes/sim_paper.toml` is one, docs/simulator.md explains. `[pipeline]`,
+`[schedule]`, `[rollout]` and `[algorithm]` are as above. `model.name` alone takes a known shape; a domain takes a preset
+by its name or by `load = "swe"` (swe, webshop, frozen_lake, math, game), then changes keys of it: a number fixes a
+distribution, a table changes some of its numbers; `records = "PATH"` takes recorded episodes instead; `weight` is its
+share.
+"""
+
 
 def reference() -> str:
     """The whole page as Markdown."""
@@ -43,6 +55,13 @@ def reference() -> str:
         except ConfigError as missing:
             parts.append(f"### [domains.{name}]\n\n{missing}\n")
     parts.append(_section("[domains.NAME.latency]", Latency, level="###"))
+    parts.append(SIMULATION)
+    parts += [_section(f"[{name}]", kind) for name, kind in simulation.SECTIONS.items()
+              if SECTIONS.get(name) is not kind]
+    parts += [_section("[model]", Shape), _section("[pools.NAME]", simulation.SimPoolSettings),
+              _section("[pools.NAME.cost]", StepCost, level="###"), _section("[train.cost]", TrainCost, level="###"),
+              _section("[domains.NAME]", Load), _section("[domains.NAME.turns], and each other distribution", Spread,
+                                                         level="###")]
     return "\n".join(parts)
 
 
@@ -76,6 +95,8 @@ def _default(field: dataclasses.Field[Any]) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return f'"{value}"'
+    if value == float("inf"):
+        return "inf"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(f'"{item}"' for item in value) + "]"
     return "{}" if value == {} else repr(value)
