@@ -101,7 +101,8 @@ class SimResult:
     """What came out. ended: finished, or the expected error that ended the run. counts, tokens: trajectories and their
     sampled tokens by fate. seconds: virtual. busy: share of the time that each pool, the trainer ("train") and reward
     instances ("reward") worked. reward_seconds: instance-seconds. prefill_tokens, preempted: of all engines. step_ends:
-    when each step ended. train_seconds: of all steps. staleness: mean of what was trained, in versions."""
+    when each step ended; step_tokens: what each trained. train_seconds: of all steps. staleness: mean of what was
+    trained, in versions."""
 
     digest: str
     ended: str
@@ -117,6 +118,7 @@ class SimResult:
     prefill_tokens: int
     preempted: int
     step_ends: tuple[float, ...]
+    step_tokens: tuple[int, ...]
     train_seconds: float
     staleness: float
 
@@ -124,18 +126,24 @@ class SimResult:
         """Seconds of a step on average, the first `skip` left out (they fill the pipeline)."""
         return (self.step_ends[-1] - self.step_ends[skip - 1]) / (len(self.step_ends) - skip)
 
+    def token_seconds(self, skip: int = 1) -> float:
+        """The same per trained token."""
+        return (self.step_ends[-1] - self.step_ends[skip - 1]) / sum(self.step_tokens[skip:])
+
 
 class _Steps:
     """When steps ended, and how stale what they trained was."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.tokens: list[int] = []
         self.stale: Counter[int] = Counter()
 
     def on(self, at: float, event: Event) -> None:
         match event:
-            case StepEnded():
+            case StepEnded(report=report):
                 self.ends.append(at)
+                self.tokens.append(report.tokens)
             case BatchTaken(staleness=staleness):
                 self.stale.update(staleness)
 
@@ -304,6 +312,7 @@ def simulate(world: World, seed: int, subscribers: Sequence[Subscriber] = ()) ->
                      reward_seconds=warm, cold_starts=run.scorer.cold_starts,
                      prefill_tokens=sum(unit.prefill_tokens for unit in units),
                      preempted=sum(unit.preempted for unit in units), step_ends=tuple(run.steps.ends),
+                     step_tokens=tuple(run.steps.tokens),
                      train_seconds=run.trainer.busy,
                      staleness=run.steps.stale.total() and sum(age * n for age, n in run.steps.stale.items())
                      / run.steps.stale.total())

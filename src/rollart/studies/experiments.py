@@ -25,9 +25,11 @@ STALE_COST = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of one simulation: seconds a step in steady state, its training part, shares of busy time, mean staleness."""
+    """Of one simulation: seconds a step in steady state and per trained token, the training part of a step, shares of
+    busy time, mean staleness."""
 
     step: float = 1.0
+    token: float = 1.0
     train: float = 0.5
     busy: Mapping[str, float]
     staleness: float = 0.0
@@ -103,8 +105,8 @@ def _throughput(get: Get) -> list[Row]:
     pairs = [("rollart", "sync", 2.65, 4.58), ("sync_plus", "sync", 1.40, 2.40), ("one_off", "sync_plus", 1.31, 1.47),
              ("areal", "one_off", 1.03, 1.06), ("rollart", "areal", 1.22, 1.36)]
     for size in MODEL:
-        step = {system: get(paper_cluster(system, size)).step for system in SYSTEMS}
-        rows += [Row(f"{size} {SYSTEMS[a]} over {SYSTEMS[b]}", (low, high), step[b] / step[a])
+        token = {system: get(paper_cluster(system, size)).token for system in SYSTEMS}
+        rows += [Row(f"{size} {SYSTEMS[a]} over {SYSTEMS[b]}", (low, high), token[b] / token[a])
                  for a, b, low, high in pairs]
     return rows
 
@@ -121,29 +123,29 @@ def _end_to_end(get: Get) -> list[Row]:
 def _scaling(get: Get) -> list[Row]:
     rows = []
     for gpus in (64, 96, 128):
-        def step(system: str, gpus: int = gpus) -> float:
-            return get(paper_cluster(system, "14B", train=gpus // 4, rollout=gpus * 3 // 4, affinity=False)).step
+        def token(system: str, gpus: int = gpus) -> float:
+            return get(paper_cluster(system, "14B", train=gpus // 4, rollout=gpus * 3 // 4, affinity=False)).token
 
         rows += [Row(f"14B on {gpus} H800, RollArt over {SYSTEMS[system]}", (1.33, 2.08),
-                     step(system) / step("rollart")) for system in ("sync_plus", "one_off", "areal")]
+                     token(system) / token("rollart")) for system in ("sync_plus", "one_off", "areal")]
     return rows
 
 
 def _affinity(get: Get) -> list[Row]:
-    """Rollout alone: training costs next to nothing, so the step is what the engines need."""
+    """Rollout alone: training costs next to nothing, so the step is what the engines need. Half of the paper's GPUs."""
     rows = []
     for size, model in MODEL.items():
         tp = TENSOR_PARALLEL[model]
 
-        def step(pools: Tables, model: str = model) -> float:
+        def token(pools: Tables, model: str = model) -> float:
             tables = base(model, [*PREFILL, *DECODE], 64)
             tables["train"]["cost"] = {"fixed_s": 0.1, "token_s": 0.0}
-            return get({**tables, "pools": pools}).step
+            return get({**tables, "pools": pools}).token
 
-        mixed = step({"h800": pool("H800", 64, tp, PREFILL), "h20": pool("H20", 24, tp, DECODE)})
-        only = {"208 H20": {"h20": pool("H20", 208, tp)}, "72 H800": {"h800": pool("H800", 72, tp)}}
-        rows += [Row(f"{size} 64 H800 + 24 H20 over {name}", paper, step(only[name]) / mixed)
-                 for name, paper in (("208 H20", (1.30, 1.68)), ("72 H800", (1.12, 1.37)))]
+        mixed = token({"h800": pool("H800", 32, tp, PREFILL), "h20": pool("H20", 12, tp, DECODE)})
+        only = {"104 H20": {"h20": pool("H20", 104, tp)}, "36 H800": {"h800": pool("H800", 36, tp)}}
+        rows += [Row(f"{size} 32 H800 + 12 H20 over {name}", paper, token(only[name]) / mixed)
+                 for name, paper in (("104 H20", (1.30, 1.68)), ("36 H800", (1.12, 1.37)))]
     return rows
 
 
@@ -179,7 +181,7 @@ def _trajectory_level(get: Get) -> list[Row]:
     rows = []
     for sigma, paper in ((1, 1.23), (3, 1.51), (5, 1.69), (7, 2.18), (10, 2.27)):
         latency = {"mean": 10.0, "sigma": float(sigma), "shape": "normal"}
-        tables = single(MODEL["8B"], "frozen_lake", 128, {"h800": pool("H800", 32, 1)}, step_s=latency, reward_s=0.0)
+        tables = single(MODEL["8B"], "frozen_lake", 256, {"h800": pool("H800", 32, 1)}, step_s=latency, reward_s=0.0)
         batch = {**tables, "schedule": {"name": "sync"}}
         rows.append(Row(f"latency N(10 s, {sigma} s): trajectory- over batch-level", (paper, paper),
                         get(batch).rollout / get(tables).rollout))
@@ -187,11 +189,11 @@ def _trajectory_level(get: Get) -> list[Row]:
 
 
 def _serverless(get: Get) -> list[Row]:
-    judge = {"mean": 3.0, "sigma": 3.0}
-    local = single(MODEL["8B"], "math", 128, {"h800": pool("H800", 4, 1)}, reward_s=judge)
+    judge = {"mean": 0.3, "sigma": 0.3}
+    local = single(MODEL["8B"], "webshop", 128, {"h800": pool("H800", 4, 1)}, reward_s=judge)
     local["reward"] = {"serverless": False, "instances": 4}
-    remote = single(MODEL["8B"], "math", 128, {"h800": pool("H800", 8, 1)}, reward_s=judge)
-    remote["reward"] = {"serverless": True, "cold_start_s": 2.0, "idle_s": 0.5}
+    remote = single(MODEL["8B"], "webshop", 128, {"h800": pool("H800", 8, 1)}, reward_s=judge)
+    remote["reward"] = {"serverless": True, "cold_start_s": 1.0, "idle_s": 0.1}
     a, b = get(local), get(remote)
     return [Row("rollout with 4 reserved reward GPUs / with serverless reward", (158 / 77, 158 / 77),
                 a.rollout / b.rollout),
