@@ -50,7 +50,8 @@ def _ask(tables: Sequence[Table]) -> list[str]:
 
 def run_all(keys: Sequence[str], *, console: Console, processes: int, seed: int, what: str) -> dict[str, Outcome]:
     results = map_all(run_key, [(text, seed) for text in keys], processes, console, what)
-    return {text: Outcome(step=r.step_seconds(), token=r.token_seconds(), train=r.train_seconds / r.steps, busy=r.busy, staleness=r.staleness)
+    return {text: Outcome(step=r.step_seconds(), token=r.token_seconds(), train=r.train_seconds / r.steps, busy=r.busy,
+                          staleness=r.staleness)
             for text, r in zip(keys, results, strict=True)}
 
 
