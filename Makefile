@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 QUICKSTART = runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup quickstart test check bench clean
+.PHONY: help setup quickstart test check bench swarm reproduce clean
 
 help:  ## What there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -43,6 +43,12 @@ bench: $(VENV)/.dev  ## The benchmarks, one after the other (about half an hour)
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/learner.py
 	$(BIN)/python benchmarks/schedules.py
+
+swarm: $(VENV)/.run  ## 10,000 random worlds with faults, every invariant checked (about ten minutes)
+	$(BIN)/rollart swarm --seeds 10000
+
+reproduce: $(VENV)/.run  ## The paper's tables in simulation, into docs/ (about ten minutes)
+	$(BIN)/rollart reproduce --write docs
 
 clean:  ## Remove the virtual environment and caches (not runs/)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

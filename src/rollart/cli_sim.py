@@ -103,7 +103,7 @@ def _show(summary: dict[str, Any], took: float) -> None:
 def swarm(
     seeds: Annotated[int, typer.Option(min=1, help="How many random worlds.")] = 200,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
-    processes: Annotated[int, typer.Option(min=1, help="How many at once.")] = 1,
+    processes: Annotated[int, typer.Option(min=0, help="How many at once (0: one a core).")] = 0,
 ) -> None:
     """Run the control plane in random worlds with random faults; every invariant is checked. Exit code 1: one broke."""
     from rollart.studies.swarms import run_swarm

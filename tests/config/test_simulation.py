@@ -67,6 +67,7 @@ def test_recorded_episodes_by_path(tmp_path):
     ({"reward": {"serverless": False}}, r"reserved rewards .* need instances of at least 1"),
     ({"train": {"gpus": 1}}, r"training Qwen3-8B needs 147 GB of GPU memory, 1 x H800 have 80 GB: use at least 2"),
     ({"seed": "x"}, r"seed must be int"),
+    ({"learner": {}}, r"\[learner\] belongs to a training recipe: use rollart train"),
 ])
 def test_what_cannot_be_is_refused_in_one_line(changes, message):
     with pytest.raises(ConfigError, match=message) as error:

@@ -85,7 +85,7 @@ def test_weights_that_change_in_mid_turn_give_version_segments_and_drop_older_kv
         await engine.resume()
         began = now()
         done = await turn
-        assert now() - began == pytest.approx(1.31 + 1.31 + 6.7, abs=0.2), "the KV of what is in flight is computed again"
+        assert now() - began == pytest.approx(1.31 + 1.31 + 6.7, abs=0.2), "what is in flight is computed again"
         late = await waiting
         assert [version for version, _ in done.segments] == [7, 8]
         assert list(done.versions()).count(7) == pytest.approx(10 + 300, abs=5), "10 beside the prefill of the other"

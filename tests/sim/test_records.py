@@ -9,7 +9,8 @@ from rollart.core.types import TrajectoryId
 from rollart.sim.records import read_records
 from rollart.sim.workload import Load, Record, Spread
 
-CSV = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.0319600,3180,8\n"
+CSV = ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n"
+       "2023-11-16 18:17:04.0319600,3180,8\n")
 
 
 def lines(*values):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,26 +11,28 @@ from mutants import MUTANTS
 
 from rollart.control.settings import SCHEDULES
 from rollart.core.types import StalePolicy
-from rollart.sim.swarm import attempt, draw_world, swarm
+from rollart.sim.swarm import attempt, draw_world
 from rollart.sim.world import simulate
 
-SEEDS = 200
+SEEDS = 500
 MUTANT_SEEDS = 60
 
 
-def test_200_random_worlds_hold_every_invariant():
-    report = swarm(range(SEEDS))
-    assert not report.failures, report.failures[:3]
-    assert report.ended["finished"] > 0.9 * SEEDS, report.ended
-    assert min(report.counts[fate] for fate in ("trained", "filtered", "stale", "failed", "cancelled")) > 50
+def test_500_random_worlds_hold_every_invariant():
+    results = [attempt(seed) for seed in range(SEEDS)]
+    assert not [result for result in results if isinstance(result, str)][:3]
+    ended = Counter(result.ended.partition(":")[0] for result in results)
+    assert ended["finished"] > 0.9 * SEEDS, ended
+    counts = sum((Counter(result.counts) for result in results), Counter())
+    assert min(counts[fate] for fate in ("trained", "filtered", "stale", "failed", "cancelled")) > 50
 
 
-def test_the_200_worlds_cover_every_schedule_policy_and_kind_of_fault():
+def test_the_worlds_cover_every_schedule_policy_and_kind_of_fault():
     worlds = [draw_world(seed) for seed in range(SEEDS)]
     assert {(w.schedule.name, w.schedule.stale) for w in worlds} == {(s, p) for s in SCHEDULES for p in StalePolicy}
     for fault in ("engine_mtbf", "no_capacity", "open_fails", "open_hangs", "step_fails", "step_hangs", "score_fails",
                   "score_hangs", "trainer_fails"):
-        assert 40 < sum(getattr(w.faults, fault) > 0 for w in worlds) < 120, fault
+        assert 0.2 * SEEDS < sum(getattr(w.faults, fault) > 0 for w in worlds) < 0.6 * SEEDS, fault
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

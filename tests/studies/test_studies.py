@@ -1,6 +1,7 @@
 """Simulation as a product: one run summed up, swarms, the paper's tables, plans."""
 
 import io
+import itertools
 import json
 
 import pytest
@@ -53,7 +54,7 @@ def test_the_timeline_has_steps_weights_and_trajectories_in_lanes(tmp_path):
     assert {"step", "waits", "publish", "load", "open", "game"} <= names
     mine = sorted((e["tid"], e["ts"], e["dur"]) for e in slices if e["name"].startswith("game"))
     assert len(mine) == 5
-    for (lane, start, size), (other, later, _) in zip(mine, mine[1:], strict=False):
+    for (lane, start, size), (other, later, _) in itertools.pairwise(mine):
         assert lane != other or start + size <= later, "slices of one lane do not overlap"
 
 

@@ -130,6 +130,8 @@ def from_tables(tables: Mapping[str, Any]) -> Recipe:
     """A checked recipe from plain tables. Raises ConfigError."""
     plain = {"name": str, "seed": int, "keep_checkpoints": int}
     known = [*plain, *SECTIONS, "pools", "domains"]
+    if foreign := {"train", "weights", "faults", "calibration"} & tables.keys():
+        raise ConfigError(f"[{min(foreign)}] belongs to a simulation recipe: use rollart simulate or rollart plan")
     values: dict[str, Any] = {}
     for key, value in tables.items():
         if key in plain:

@@ -200,6 +200,8 @@ def simulation_from(tables: Mapping[str, Any]) -> SimRecipe:
     """A checked recipe from plain tables. Raises ConfigError."""
     plain = {"name": str, "seed": int}
     known = [*plain, *SECTIONS, "model", "pools", "domains"]
+    if foreign := {"engine", "evaluation", "learner", "warm_start"} & tables.keys():
+        raise ConfigError(f"[{min(foreign)}] belongs to a training recipe: use rollart train")
     values: dict[str, Any] = {}
     for key, value in tables.items():
         if key in plain:
