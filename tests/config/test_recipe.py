@@ -17,7 +17,15 @@ def test_the_reference_page_has_every_key():
         "run: python -m rollart.config.reference > docs/recipes.md")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("[!s]*.toml")), ids=lambda p: p.stem)
+TRAINING = [path for path in sorted((ROOT / "recipes").glob("*.toml")) if not path.stem.startswith("sim_")]
+
+
+def test_a_simulation_recipe_is_not_for_training():
+    with pytest.raises(ConfigError, match=r"\[train\] belongs to a simulation recipe: use rollart simulate"):
+        load_recipe(ROOT / "recipes" / "sim_paper.toml")
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda p: p.stem)
 def test_every_recipe_that_ships_is_valid_and_makes_itself_again(path):
     recipe = load_recipe(path)
     tables = json.loads(json.dumps(recipe.to_json()))

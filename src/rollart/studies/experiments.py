@@ -80,19 +80,19 @@ def pool(gpu: str, gpus: int, tp: int, domains: Sequence[str] = ()) -> Tables:
 
 
 def paper_cluster(system: str, size: str, *, alpha: int | None = None, train: int = 32, rollout: int = 96,
-                  affinity: bool = True, blocking: bool | None = None) -> Tables:
-    """The evaluation's set-up: batch 512 in groups of 8, five domains alike."""
+                  affinity: bool = True, blocking: bool | None = None, part: int = 1) -> Tables:
+    """The evaluation's set-up: batch 512 in groups of 8, five domains alike; or 1/`part` of all of it."""
     model = MODEL[size]
     tp, mine = TENSOR_PARALLEL[model], system == "rollart"
-    tables = base(model, [*PREFILL, *DECODE], 64, system=system)
-    tables["train"]["gpus"] = train
+    tables = base(model, [*PREFILL, *DECODE], 64 // part, system=system)
+    tables["train"]["gpus"] = train // part
     if mine and affinity:
-        tables["pools"] = {"h800": pool("H800", 64, tp, PREFILL), "h20": pool("H20", 32, tp, DECODE)}
+        tables["pools"] = {"h800": pool("H800", 64 // part, tp, PREFILL), "h20": pool("H20", 32 // part, tp, DECODE)}
     else:
-        tables["pools"] = {"h800": pool("H800", rollout, tp)}
+        tables["pools"] = {"h800": pool("H800", rollout // part, tp)}
     tables["weights"] = {"blocking": not mine if blocking is None else blocking}
     if system == "sync":
-        tables["reward"] = {"serverless": False, "instances": 64}
+        tables["reward"] = {"serverless": False, "instances": 64 // part}
     if alpha:
         tables["schedule"]["alpha"] = alpha
     return tables

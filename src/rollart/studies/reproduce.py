@@ -117,7 +117,7 @@ def _sensitivity(console: Console, processes: int, seed: int) -> dict[str, dict[
     systems = {system for pair in HEADLINES.values() for system in pair}
 
     def recipe(change: Tables, system: str) -> Tables:
-        tables = paper_cluster(system, "14B")
+        tables = paper_cluster(system, "14B", part=2)
         tables["pipeline"]["steps"] = 3
         for section, values in change.items():
             tables[section] = {**tables.get(section, {}), **values}
@@ -127,7 +127,7 @@ def _sensitivity(console: Console, processes: int, seed: int) -> dict[str, dict[
     found = run_all(sorted(set(asked.values())), console=console, processes=processes, seed=seed, what="sensitivity")
 
     def ratio(change: tuple[str, float], pair: tuple[str, str]) -> float:
-        return found[asked[change, pair[0]]].step / found[asked[change, pair[1]]].step
+        return found[asked[change, pair[0]]].token / found[asked[change, pair[1]]].token
 
     names = list(dict.fromkeys(name for name, _ in changes if name))
     return {headline: {name: [ratio((name, 0.5), pair), ratio(("", 1.0), pair), ratio((name, 2.0), pair)]
@@ -191,7 +191,7 @@ _SHOWN = ("turns", "prompt", "observation", "action", "open_s", "step_s", "rewar
 
 def _moved(moved: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     names = list(next(iter(moved.values())))
-    lines = ["## How the headlines move\n", "14B on the paper's cluster, when an assumed constant is halved / as it is "
+    lines = ["## How the headlines move\n", "14B on half of the paper's cluster, when an assumed constant is halved / as it is "
              "/ doubled (efficiencies at most 1):\n", "| constant | " + " | ".join(moved) + " |",
              "|---" * (len(moved) + 1) + "|"]
     for name in names:
