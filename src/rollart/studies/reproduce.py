@@ -191,8 +191,8 @@ _SHOWN = ("turns", "prompt", "observation", "action", "open_s", "step_s", "rewar
 
 def _moved(moved: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     names = list(next(iter(moved.values())))
-    lines = ["## How the headlines move\n", "14B on half of the paper's cluster, when an assumed constant is halved / as it is "
-             "/ doubled (efficiencies at most 1):\n", "| constant | " + " | ".join(moved) + " |",
+    lines = ["## How the headlines move\n", "14B on half of the paper's cluster, when an assumed constant is "
+             "halved / as it is / doubled (efficiencies at most 1):\n", "| constant | " + " | ".join(moved) + " |",
              "|---" * (len(moved) + 1) + "|"]
     for name in names:
         cells = [" / ".join(f"{v:.2f}" for v in shown[name]) for shown in moved.values()]
