@@ -122,8 +122,8 @@ def _progress(folder: RunFolder) -> list[RenderableType]:
 
 def ledger_table(by_domain: Mapping[str, Mapping[str, int]], counts: Mapping[str, int]) -> Table:
     """Trajectories by domain and fate, with their sum."""
-    table = Table(title="trajectories", title_justify="left", show_footer=len(by_domain) > 1, box=box.SIMPLE, pad_edge=False,
-                  padding=(0, 1, 0, 0))  # nine columns that fit 80 characters
+    table = Table(title="trajectories", title_justify="left", show_footer=len(by_domain) > 1, box=box.SIMPLE,
+                  show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))  # eight columns that fit 80 characters
     table.add_column("domain", footer="all")
     for name, n in counts.items():
         table.add_column(name.replace("_", " "), justify="right", footer=f"{n:,}")
