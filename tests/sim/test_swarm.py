@@ -1,6 +1,7 @@
 """The whole control plane under random faults holds I1-I8, and every broken variant of it is caught by name."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -58,3 +59,24 @@ def test_the_digest_is_the_same_in_two_processes_and_differs_between_seeds():
     assert outputs[0] == outputs[1]
     assert len(set(outputs[0].split())) == 5
     assert simulate(draw_world(1), 1).digest in outputs[0], "a run depends on the runs before it in its process"
+
+
+PROGRAM = """
+from rollart.sim.swarm import draw_world
+from rollart.sim.costs import TrainCost
+from rollart.sim.world import simulate
+from dataclasses import replace
+print([simulate(replace(draw_world(s), train=TrainCost(token_s=1e-4, attention=1e-5)), s).digest for s in range(12)])
+"""
+
+
+def test_the_digest_is_the_same_on_every_supported_python():
+    others = [found for minor in (11, 12, 13) if (found := shutil.which(f"python3.{minor}"))]
+    source = str(Path(__file__).parents[2] / "src")
+    outputs = [subprocess.run([python, "-c", PROGRAM], env={**os.environ, "PYTHONPATH": source}, capture_output=True,
+                              text=True) for python in (sys.executable, *others)]
+    able = [result for result in outputs if not any(word in result.stderr for word in ("ModuleNotFound", "not found"))]
+    assert all(result.returncode == 0 for result in able), [result.stderr[-300:] for result in able]
+    assert len({result.stdout for result in able}) == 1
+    if len(able) < 3:
+        pytest.skip(f"only {len(able) - 1} other Python on PATH that can run the core")

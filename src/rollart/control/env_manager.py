@@ -10,6 +10,7 @@ Waits for: the environment (open, first, step), the proxy (generate), the scorer
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -178,7 +179,7 @@ class EnvManager:
 
     async def _within(self, stage: str, limit: float, failure: type[PortError], work: Awaitable[T]) -> T:
         """`work` under the stage's deadline and what is left of the episode's; its time is added to the stage."""
-        left = self._s.settings.episode_seconds - sum(self.seconds.values())
+        left = self._s.settings.episode_seconds - math.fsum(self.seconds.values())
         self.stage, self.since = stage, now()
         try:
             async with asyncio.timeout(min(limit, left)):

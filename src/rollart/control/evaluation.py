@@ -8,6 +8,7 @@ them (S6).
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -89,5 +90,5 @@ def summarise(trajectories: Sequence[Trajectory], version: int) -> tuple[EvalRes
         mine = [t for t in trajectories if t.task.domain == domain]
         scores = [t.score for t in mine if t.good and t.score is not None]
         out.append(EvalResult(domain, version, len(mine), sum(s.success for s in scores) / len(mine),
-                              sum(s.value for s in scores) / len(mine), len(mine) - len(scores)))
+                              math.fsum(s.value for s in scores) / len(mine), len(mine) - len(scores)))
     return tuple(out)

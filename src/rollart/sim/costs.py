@@ -6,6 +6,7 @@ Keeps true: a cost depends on its arguments only; what is not a data sheet's num
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -191,7 +192,7 @@ class TrainCost:
 
     def seconds(self, lengths: list[int]) -> float:
         """Of a batch of sequences with these lengths (tokens)."""
-        return self.fixed_s + self.token_s * sum(n * (1.0 + self.attention * n / 2) for n in lengths)
+        return self.fixed_s + self.token_s * math.fsum(n * (1.0 + self.attention * n / 2) for n in lengths)
 
 
 def train_cost(shape: Shape, gpu: Gpu, gpus: int, c: Calibration) -> TrainCost:

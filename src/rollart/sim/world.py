@@ -1,6 +1,7 @@
 """One simulated run: the real control plane around simulated parts, from one seed.
 
-Keeps true: a world and a seed give the same events in every process. Every run is checked: the journal's invariants
+Keeps true: a world and a seed give the same events in every process and on every Python (floats are added with
+math.fsum: `sum` rounds differently from 3.12 on). Every run is checked: the journal's invariants
 while it runs, and at its end that nothing is left open (environments, turns, KV) and no task is lost or doubled.
 """
 
