@@ -325,6 +325,16 @@ def envs_play(
 
 
 @app.command()
+def algorithms(name: Annotated[str | None, typer.Argument(help="One algorithm, e.g. gspo.")] = None) -> None:
+    """The algorithms, each as its block of a recipe, and the pieces they are made of: formula, source, defaults."""
+    with _clear_errors():
+        from rollart.algo.listing import listing
+
+        for style, line in listing(name):
+            console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
 def doctor() -> None:
     """What is installed here, what works, and what would enable the rest."""
     from rollart.doctor import check_up

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rollart.backends.torch.runner import Runner
-from rollart.backends.torch.transformer import ModelConfig, Transformer
+from rollart.backends.torch.shapes import ModelConfig
+from rollart.backends.torch.transformer import Transformer
 
 
 def shaped(**shape):

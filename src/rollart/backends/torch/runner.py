@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollart.backends.torch.transformer import ModelConfig, Transformer, rotary, rotate
+from rollart.backends.torch.shapes import ModelConfig
+from rollart.backends.torch.transformer import Transformer, rotary, rotate
 from rollart.backends.torch.weights import load_into
 
 

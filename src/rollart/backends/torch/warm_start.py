@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from rollart.backends.torch.learner import apply_gradient, autocast, make_optimizer, rate_at, sync_folder
-from rollart.backends.torch.losses import action_logprobs, pack_sequences
+from rollart.backends.torch.checkpoint import sync_folder
+from rollart.backends.torch.optimizer import apply_gradient, autocast, make_optimizer, rate_at
+from rollart.backends.torch.scoring import action_logprobs, pack_sequences
 from rollart.backends.torch.settings import WarmStartSettings
 from rollart.backends.torch.transformer import Transformer
 from rollart.core.clock import stream
