@@ -20,7 +20,7 @@ def test_tokens_cost_four_bytes_each_and_little_else():
 
 def test_what_is_not_a_trajectory_is_refused():
     body = encode(make_trajectory(TrajectoryId(0, 0), make_task(0)))
-    with pytest.raises(ValueError, match="this version reads 1"):
+    with pytest.raises(ValueError, match="this version reads 2"):
         decode(b"\x07" + body[1:])
     with pytest.raises(ValueError, match="its header says"):
         decode(body + b"....")

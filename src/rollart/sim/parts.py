@@ -243,6 +243,9 @@ class SimRenderer:
     def reply(self, completion: Completion, messages: Sequence[Message]) -> Counted:
         return self.prompt(messages)
 
+    def fork(self, history: Sequence[Message], context: Tokens) -> None:
+        return None
+
     def text(self, completion: Completion) -> Counted:
         return Counted(len(completion.tokens) - (completion.finish is Finish.STOP))
 

@@ -36,7 +36,7 @@ def test_prefill_in_chunks_and_decode_equal_one_pass(config):
         runner.move(0, 5, 50)
         kept = runner.take(5, 50)
         runner.prefill([0], [0], [parts[1][:9]])  # row 0 is someone else's meanwhile
-        runner.put(0, kept)
+        runner.put(0, kept, 50)
         runner.prefill([2, 0], [55, 50], [parts[2][55:110], parts[0][50:190]])
         filled = [190, 5, 110]
         for _ in range(5):

@@ -42,14 +42,15 @@ class Critic(nn.Module):
         self.body = copy.deepcopy(policy).requires_grad_(True)
         if not policy.config.tied:
             del self.body.lm_head
-        self.value = nn.Linear(policy.config.width, 1)
+        self.value = nn.Linear(policy.config.width, 1, dtype=policy.head.dtype)
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
 
     def forward(self, samples: Sequence[Sample], device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
         """Values before each action token [sum of A], values behind each sequence's last [N], and the A of each."""
         packed = pack_sequences([(sample.ids, sample.mask) for sample in samples], device, to_end=True)
-        values = self.value(self.body(packed.ids, packed.positions, packed.lengths)).squeeze(-1).float()
+        values = self.value(self.body(packed.ids, packed.positions, packed.lengths)).squeeze(-1)
+        values = values.float() if values.dtype is torch.bfloat16 else values
         return values[packed.scored], values[packed.ends], packed.counts
 
     def estimate(self, samples: Sequence[Sample], algo: AlgoSettings, max_tokens: int, device: torch.device,

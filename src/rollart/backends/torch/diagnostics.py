@@ -60,6 +60,6 @@ class TokenStats:
                         f"mismatch_kl{suffix}": seen["kl"][at].mean(),
                         f"clip_fraction{suffix}": seen["clipped"][at].mean(),
                         f"masked{suffix}": seen["masked"][at].double().mean()}
-            if suffix:
-                out[f"tokens{suffix}"] = at.sum()
+                if suffix:
+                    out[f"tokens{suffix}"] = at.sum()
         return {"action_tokens": float(len(gap)), **{name: float(value) for name, value in out.items()}}

@@ -28,7 +28,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from rollart.backends.torch.runner import Runner
+from rollart.backends.torch.runner import Kept, Runner
 from rollart.backends.torch.sampling import Rows, sample
 from rollart.backends.torch.settings import EngineSettings
 from rollart.backends.torch.threads import choose_device, claim
@@ -75,9 +75,9 @@ class _Turn:
         """Most tokens of keys and values it can come to hold."""
         return len(self.request.context) + self.limit
 
-    def completion(self, finish: Finish, engine: str, version: Version) -> Completion:
+    def completion(self, finish: Finish, engine: str, version: Version, routes: bytes = b"") -> Completion:
         return Completion(tokens=self.ids[len(self.request.context):], logprobs=self.logprobs, finish=finish,
-                          segments=tuple(self.segments) or ((version, 0),), engine=engine)
+                          segments=tuple(self.segments) or ((version, 0),), engine=engine, routes=routes)
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class _Parked:
     """KV kept between turns: of `ids`, of the current weights."""
 
     ids: array[int]
-    kv: Tensor
+    kept: Kept
 
 
 @dataclass(slots=True)
@@ -364,7 +364,7 @@ class EmbeddedEngine:
             self._runner.reserve(row + 1, turn.reserved)
             if parked and turn.ids[:len(parked.ids)] == parked.ids:
                 turn.filled = min(len(parked.ids), len(turn.ids) - 1)
-                self._runner.put(row, parked.kv[:, :, :, :turn.filled])
+                self._runner.put(row, parked.kept, turn.filled)
                 self._reused += turn.filled
             self._rows[row] = self._waiting.popleft()
             self._batch = None
@@ -453,7 +453,7 @@ class EmbeddedEngine:
             trajectory = turn.request.trajectory
             self._parked.pop(trajectory, None)  # so that it comes last
             self._parked[trajectory] = _Parked(turn.ids[:turn.filled], self._runner.take(row, turn.filled))
-        turn.done(turn.completion(finish, self._id, self._version or 0))
+        turn.done(turn.completion(finish, self._id, self._version or 0, self._runner.routes(row, turn.filled)))
 
     def check(self) -> None:
         """Raises InvariantViolated when rows, KV and budget do not add up. Call it while the engine is suspended."""
@@ -465,8 +465,8 @@ class EmbeddedEngine:
                 raise InvariantViolated(f"engine {self._id}: {turn.filled} filled of {len(turn.ids)} ids, "
                                         f"{turn.reserved} reserved")
         for trajectory, parked in self._parked.items():
-            if parked.kv.shape[3] != len(parked.ids):
-                raise InvariantViolated(f"engine {self._id}: KV of {parked.kv.shape[3]} for {len(parked.ids)} ids of "
+            if len(parked.kept) != len(parked.ids):
+                raise InvariantViolated(f"engine {self._id}: KV of {len(parked.kept)} for {len(parked.ids)} ids of "
                                         f"{trajectory}")
 
 

@@ -163,12 +163,12 @@ class ChatSettings:
     """How a checkpoint folder's chat template is applied.
 
     reasoning: keep (a past turn stays as it was sampled, reasoning included) or drop (it is rendered as the template
-    renders past turns, reasoning left out, and the trajectory forks there). tools: how the model writes tool calls:
-    none (plain text), hermes (Qwen too), llama or tags; tasks see and give all of them in the form of tags.
+    renders past turns, without what stands up to </think>, and the trajectory forks there). tools: how the model writes
+    tool calls: tags, hermes (Qwen too) or llama; tasks see and give them as tags (`rollart.envs.tool_calls`).
     """
 
     reasoning: Literal["keep", "drop"] = "keep"
-    tools: Literal["none", "hermes", "llama", "tags"] = "none"
+    tools: Literal["tags", "hermes", "llama"] = "tags"
 
 
 def check_schedule(schedule: str, warmup_steps: int, total_steps: int) -> None:

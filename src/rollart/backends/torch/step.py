@@ -206,7 +206,7 @@ class StepWork:
             self._check_stop()
             estimates = [self._estimates[id(sample)] for sample in row.samples]
             with self._precision():
-                loss, missed = critic.loss(row.samples, estimates, self._algo, row.scale.float(), self._device)
+                loss, missed = critic.loss(row.samples, estimates, self._algo, row.scale, self._device)
             (loss / part.share).backward()
             self._sums["critic_loss"] += float(loss.detach())
             self._sums["critic_error"] += float(missed)
