@@ -15,7 +15,9 @@ def shaped(**shape):
 
 @pytest.mark.parametrize("config", [
     shaped(), shaped(out_bias=True, qkv_bias=True, tied=True), shaped(family="qwen2", qkv_bias=True, kv_heads=4),
-    shaped(family="qwen3", qk_norm=True, head_dim=16, kv_heads=1)], ids=["llama", "biases", "qwen2", "qwen3"])
+    shaped(family="qwen3", qk_norm=True, head_dim=16, kv_heads=1),
+    shaped(family="qwen3_moe", qk_norm=True, mlp=24, experts=6, experts_per_token=2, norm_topk=True)],
+    ids=["llama", "biases", "qwen2", "qwen3", "mixture"])
 def test_prefill_in_chunks_and_decode_equal_one_pass(config):
     torch.manual_seed(0)
     model = Transformer(config)
