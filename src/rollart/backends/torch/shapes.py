@@ -128,7 +128,7 @@ class ModelConfig:
                        norm_eps=config.get("rms_norm_eps", 1e-6), tied=bool(config.get("tie_word_embeddings", False)),
                        qkv_bias=family == "qwen2" or bias, out_bias=family != "qwen2" and bias,
                        qk_norm=family in ("qwen3", "qwen3_moe"),
-                       **({"experts": config["num_experts"], "experts_per_token": config["num_experts_per_tok"],
+                       **({"experts": config.get("num_experts") or config["num_local_experts"], "experts_per_token": config["num_experts_per_tok"],
                            "norm_topk": bool(config.get("norm_topk_prob", False))} if mixture else {}))
         except KeyError as missing:
             raise ConfigError(f"config.json of a {family} model needs {missing}") from None
