@@ -105,7 +105,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"loss": "cispo", "ratio": "behaviour", "correction": "none"},
     "decoupled_ppo": {"importance_cap": 5.0, "clip_high": 0.2},
-    "dppo": {"loss": "cispo", "ratio": "behaviour", "correction": "dppo_tv", "clip_high": 4.0},
+    "dppo": {"loss": "cispo", "ratio": "behaviour", "correction": "dppo_tv", "clip_high": 19.0},
 }
 """What each algorithm changes of the defaults; keys of the recipe's [algorithm] change it further."""
 
