@@ -294,7 +294,8 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
             raise ConfigError(f"pipeline.steps = {recipe.pipeline.steps} is below the checkpoint's {version} steps: "
                               "set it higher")
         # Adapters belong to the model that the run began with; the checkpoint's own has them merged in.
-        policy = load_policy(checkpoint[1], recipe) if checkpoint and not recipe.lora else await _in_thread(recipe, progress)
+        whole = checkpoint if not recipe.lora else None
+        policy = load_policy(whole[1], recipe) if whole else await _in_thread(recipe, progress)
         copied = recipe.algorithm.reference == "copy"
         reference = (await _in_thread(recipe, progress)).model if copied else None
         restored = ledger.recover(version) if resume else None

@@ -122,7 +122,7 @@ def train(
 
 def _check_resume(before: Recipe, after: Recipe) -> None:
     """What a run is made of stays as it began; the rest may change. Raises ConfigError."""
-    for name in ("seed", "model", "warm_start", "domains"):
+    for name in ("seed", "model", "chat", "lora", "warm_start", "domains"):
         if getattr(before, name) != getattr(after, name):
             raise ConfigError(f"--resume goes on with the same {name}: leave {name} out of --set, or start a new run")
 

@@ -154,7 +154,8 @@ def test_a_trajectory_that_contradicts_itself_is_an_error():
         make_sample(trajectory((completion([3, END]), ()), prompt=()))
 
 
-@pytest.mark.parametrize("bad", [{"clip_low": 1.0}, {"importance_cap": 0.5}, {"gae_lambda": 1.5}, {"dual_clip": 1.0}, {"filter": "all"}, {"correction": "tis+tis"}, {"loss": "hinge"},
+@pytest.mark.parametrize("bad", [{"clip_low": 1.0}, {"importance_cap": 0.5}, {"gae_lambda": 1.5}, {"dual_clip": 1.0},
+                                 {"filter": "all"}, {"correction": "tis+tis"}, {"loss": "hinge"},
                                  {"truncated": "bootstrap"}, {"advantage": "std"}, {"kl_coefficient": -1.0}])
 def test_settings_name_the_field_that_is_wrong(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):

@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 from histories import make_task, make_trajectory
 
+from rollart.core.tokens import ids
 from rollart.core.types import Outcome, TrajectoryId
 from rollart.observe.payload import decode, encode
 
@@ -11,6 +14,16 @@ from rollart.observe.payload import decode, encode
 def test_a_trajectory_comes_back_exactly(changes):
     trajectory = make_trajectory(TrajectoryId(3, 1, "e"), make_task(3), **changes)
     assert decode(encode(trajectory)) == trajectory
+
+
+def test_a_rewritten_history_and_the_experts_of_a_mixture_come_back():
+    plain = make_trajectory(TrajectoryId(3, 1), make_task(3))
+    first, second = plain.turns
+    turns = (replace(first, fork=ids([4, 5, 6])),
+             replace(second, completion=replace(second.completion, routes=bytes(range(250)))))
+    trajectory = replace(plain, turns=turns)
+    assert decode(encode(trajectory)) == trajectory
+    assert trajectory.length == plain.length + 3
 
 
 def test_tokens_cost_four_bytes_each_and_little_else():

@@ -56,7 +56,7 @@ PIECES: tuple[Piece, ...] = (
     Piece("advantage", "gae", "sum_l (token_discount gae_lambda)^l delta_t+l, "
           "delta_t = r_t + token_discount V_t+1 - V_t over action tokens, with a critic", "GAE, arXiv 1506.02438",
           _ADV + "gae", ("gae_lambda", "token_discount", "value_clip", "critic_rate")),
-    Piece("loss", "clip", "-min(R A, clip(R, 1 - clip_low, 1 + clip_high) A); dual_clip: at most dual_clip |A| for A < 0",
+    Piece("loss", "clip", "-min(R A, clip(R, 1 - clip_low, 1 + clip_high) A); for A < 0 at most dual_clip |A|",
           "PPO, arXiv 1707.06347; clip-higher, 2503.14476; dual clip, 1912.09729", _LOSS + "clip", ("dual_clip",)),
     Piece("loss", "gspo", "clip with R of the sequence: exp(mean of log R over its action tokens)",
           "GSPO, arXiv 2507.18071", _LOSS + "gspo"),
@@ -77,7 +77,7 @@ PIECES: tuple[Piece, ...] = (
     Piece("correction", "staleness", "staleness_decay ^ (versions between sampling and this step)",
           "staleness-aware weights, after arXiv 1511.05950", _COR + "staleness", ("staleness_decay",), mask=True),
     Piece("aggregation", "token_mean", "sum over tokens / number of tokens of the batch", "DAPO, arXiv 2503.14476"),
-    Piece("aggregation", "sequence_mean", "mean over sequences of the mean over their tokens", "GRPO, arXiv 2402.03300"),
+    Piece("aggregation", "sequence_mean", "mean over sequences of their token means", "GRPO, arXiv 2402.03300"),
     Piece("aggregation", "constant_length", "sum over tokens / (sequences * aggregation_tokens)",
           "Dr. GRPO, arXiv 2503.20783", "", ("aggregation_tokens",)),
     Piece("whiten", "batch", "(A - mean) / (deviation + eps) over all trajectories of the batch",

@@ -30,7 +30,8 @@ def listing(name: str | None = None) -> Iterator[tuple[str, str]]:
     else:
         yield "bold", "Algorithms (`name` in [algorithm]; `rollart algorithms NAME` prints all keys of one)"
         for known, changes in ALGORITHMS.items():
-            yield "", f"  {known:22}" + (", ".join(f"{k} = {json.dumps(v)}" for k, v in changes.items()) or "the defaults")
+            changed = ", ".join(f"{k} = {json.dumps(v)}" for k, v in changes.items())
+            yield "", f"  {known:22}{changed or 'the defaults'}"
     chosen = None if settings is None else {
         settings.advantage, settings.loss, settings.aggregation, *settings.corrections, settings.whiten,
         settings.kl_value, settings.kl_gradient}

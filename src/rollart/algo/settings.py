@@ -18,8 +18,8 @@ Ratio = Literal["proximal", "behaviour"]
 Proximal = Literal["recomputed", "approximated"]
 Reference = Literal["none", "copy", "adapter_off"]
 Kl = Literal["k1", "k2", "k3"]
-CHOICES: dict[str, Any] = {"truncated": Truncated, "whiten": Whiten, "ratio": Ratio, "proximal": Proximal, "reference": Reference,
-           "kl_value": Kl, "kl_gradient": Kl}
+CHOICES: dict[str, Any] = {"truncated": Truncated, "whiten": Whiten, "ratio": Ratio, "proximal": Proximal,
+                           "reference": Reference, "kl_value": Kl, "kl_gradient": Kl}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ class AlgoSettings:
         need(self.aggregation == "constant_length" and not self.aggregation_tokens, "aggregation",
              "needs its length in tokens; got", "aggregation_tokens")
         weights = [name for name in self.corrections if not find("correction", name).mask]
-        need(weights and self.ratio == "behaviour", "correction", "would correct twice what is in the ratio already with",
+        need(weights and self.ratio == "behaviour", "correction", "would correct twice what is in the ratio with",
              "ratio")
         need(self.proximal == "approximated" and self.ratio == "behaviour", "proximal", "is used by nothing with",
              "ratio")

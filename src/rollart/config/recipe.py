@@ -125,8 +125,8 @@ class Recipe:
 SECTIONS: dict[str, Any] = {
     "pipeline": PipelineSettings, "schedule": ScheduleSettings, "rollout": RolloutSettings, "sampling": Sampling,
     "algorithm": AlgoSettings, "learner": LearnerSettings, "model": ModelSettings, "chat": ChatSettings,
-    "lora": LoraSettings, "warm_start": WarmStartSettings, "engine": EngineSettings, "environments": ProcessSettings, "reward": ScorerSettings,
-    "evaluation": EvaluationSettings,
+    "lora": LoraSettings, "warm_start": WarmStartSettings, "engine": EngineSettings, "environments": ProcessSettings,
+    "reward": ScorerSettings, "evaluation": EvaluationSettings,
 }
 
 

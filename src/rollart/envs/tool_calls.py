@@ -4,8 +4,8 @@
     hermes    <tool_call>{"name": "calc", "arguments": {"expression": "2*3"}}</tool_call>       Hermes, Qwen
     llama     <|python_tag|>{"name": "calc", "parameters": {"expression": "2*3"}}               Llama 3.1 and later
 
-Keeps true: `parse(render(call, format), format) == [call]`; what does not parse as a call stays the text it was, so that
-the task answers it; text around calls is kept.
+Keeps true: `parse(render(call, format), format) == [call]`; what does not parse as a call stays the text it was, so
+that the task answers it; text around calls is kept.
 """
 
 from __future__ import annotations

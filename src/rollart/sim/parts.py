@@ -243,7 +243,7 @@ class SimRenderer:
     def reply(self, completion: Completion, messages: Sequence[Message]) -> Counted:
         return self.prompt(messages)
 
-    def fork(self, history: Sequence[Message], context: Tokens) -> None:
+    def fork(self, history: Sequence[Message], context: object) -> None:
         return None
 
     def text(self, completion: Completion) -> Counted:

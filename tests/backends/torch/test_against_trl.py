@@ -1,7 +1,7 @@
 """Losses and gradients against TRL's own code on the same tensors, 20 random batches each (needs `rollart[compare]`).
 
-TRL's `_compute_loss` runs as it is, on a bare trainer whose forward pass is replaced by our log-probabilities. Where the
-definitions coincide, value and gradient agree within 1e-5 in float32:
+TRL's `_compute_loss` runs as it is, on a bare trainer whose forward pass is replaced by our log-probabilities. Where
+the definitions coincide, value and gradient agree within 1e-5 in float32:
 
     TRL grpo, token ratios       clip, sequence_mean                    GRPO
     TRL bnpo, dapo               clip, token_mean                       GRPO, and PPO's policy loss

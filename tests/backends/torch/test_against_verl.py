@@ -96,7 +96,7 @@ def test_the_critics_loss_agrees(seed):
     theirs, _ = verl.compute_value_loss(new, returns, old, mask, 0.2)
     at = mask.bool()
     said = SimpleNamespace()
-    critic = type("Said", (Critic,), {"__init__": lambda self: None, "__call__": lambda self, *_: (new[at], said, [])})()
+    critic = type("Said", (Critic,), {"__init__": lambda _: None, "__call__": lambda *_: (new[at], said, [])})()
     estimate = Estimate(old[at], old[at] * 0, returns[at])
     ours, _ = critic.loss([], [estimate], AlgoSettings.named("ppo"), torch.ones(int(mask.sum())), torch.device("cpu"))
     ours = ours / mask.sum()

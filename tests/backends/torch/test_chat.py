@@ -90,8 +90,8 @@ def test_sampled_ids_are_never_merged(tmp_path):
     assert merged in context[len(prompt) + 3:]
 
 
-THINKING = ("{% for m in messages %}{% if m['role'] == 'assistant' %}<s>assistant:{{ m['content'].split('</think>')[-1] }}"
-            "<e>\n{% else %}<s>{{ m['role'] }}:{{ m['content'] }}<e>\n{% endif %}{% endfor %}"
+THINKING = ("{% for m in messages %}{% if m['role'] == 'assistant' %}<s>assistant:"
+            "{{ m['content'].split('</think>')[-1] }}<e>\n{% else %}<s>{{ m['role'] }}:{{ m['content'] }}<e>\n{% endif %}{% endfor %}"
             "{% if add_generation_prompt %}<s>assistant:<think>{% endif %}")
 """Opens reasoning in the generation header, and leaves it out of history: the way of DeepSeek-R1 and Qwen3."""
 
@@ -139,7 +139,7 @@ def test_reasoning_is_dropped_also_where_the_template_would_keep_it_and_without_
     contexts, _, forks = conversation(chat, ("<think>hm</think>\n\ngo left", "stop"))
     assert "hm" not in chat.decode(contexts[1])
     assert forks[1] is None
-    apart = completion([*chat.action("a"), *chat.action("b")][0:1] + [*chat.action("b")])  # [a][b], never joined
+    apart = completion([chat.action("a")[0], *chat.action("b")])  # [a][b], where the tokenizer would join
     context = join(chat.prompt([Message("user", "x")]), apart.tokens, chat.reply(apart, [Message("user", "y")]))
     history = [Message("user", "x"), Message("assistant", "ab"), Message("user", "y")]
     assert chat.fork(history, context) is None
@@ -157,7 +157,7 @@ def test_tool_calls_are_tags_to_the_task_and_the_models_own_format_to_the_model(
 
 def test_a_template_that_leaves_out_or_repeats_what_was_said_is_refused(tmp_path):
     for change in ("", "{{ m['content'] }}{{ m['content'] }}"):
-        with pytest.raises(ConfigError, match="does not write a past assistant turn's content once"):
+        with pytest.raises(ConfigError, match="does not write a past assistant's words once"):
             HFChat(folder_with_ab(tmp_path, TEMPLATE.replace("{{ m['content'] }}", change)))
 
 

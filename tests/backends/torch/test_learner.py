@@ -170,8 +170,8 @@ def test_kl_to_the_reference_is_zero_at_first_and_holds_the_policy_back():
     settings = LearnerSettings(learning_rate=3e-3, device="cpu", precision="float32")
 
     async def divergence(coefficient):
-        trainer = TorchTrainer(model(), settings, AlgoSettings(kl_coefficient=coefficient, reference="copy"), MemoryWeights(),
-                               reference=model())
+        algo = AlgoSettings(kl_coefficient=coefficient, reference="copy")
+        trainer = TorchTrainer(model(), settings, algo, MemoryWeights(), reference=model())
         seen = [(await trainer.step(batch(version=version))).metrics["kl"] for version in range(12)]
         trainer.close()
         return seen

@@ -63,7 +63,8 @@ def test_l4_importance_weights_are_capped_and_carry_no_gradient():
     ratios = numbers(1.0, 3.0, 0.25, 1.6487)
     proximal = ratios.log().requires_grad_()
     current = numbers(0, 0, 0, 0, grad=True)
-    made = policy_loss(tokens_of(current, proximal, numbers(0, 0, 0, 0), numbers(1, 1, 1, 1)), AlgoSettings(importance_cap=2.0))
+    tokens = tokens_of(current, proximal, numbers(0, 0, 0, 0), numbers(1, 1, 1, 1))
+    made = policy_loss(tokens, AlgoSettings(importance_cap=2.0))
     assert made.weight.tolist() == pytest.approx([1, 2, 0.25, 1.6487])
     assert made.importance.tolist() == pytest.approx([1, 3, 0.25, 1.6487])
     made.loss.sum().backward()
@@ -86,14 +87,16 @@ def test_l5_decoupled_loss_and_its_naive_form():
 def test_at_the_start_of_a_step_the_gradient_is_that_of_truncated_importance_sampling():
     current = numbers(-0.8, -2.0, -0.1, grad=True)
     behaviour, advantages = numbers(-1.5, -1.9, -0.1), numbers(1, -2, 0.5)
-    policy_loss(tokens_of(current, current, behaviour, advantages), AlgoSettings(importance_cap=1.5)).loss.sum().backward()
+    tokens = tokens_of(current, current, behaviour, advantages)
+    policy_loss(tokens, AlgoSettings(importance_cap=1.5)).loss.sum().backward()
     weight = (current.detach() - behaviour).exp().clamp(max=1.5)
     assert current.grad.tolist() == pytest.approx((-weight * advantages).tolist())
 
 
-def test_without_a_cap_the_correction_is_in_the_ratio():
+def test_against_the_behaviour_the_correction_is_in_the_ratio():
     current, behaviour = numbers(-1.0, grad=True), numbers(-1.1)
-    policy_loss(tokens_of(current, current, behaviour, numbers(1)), AlgoSettings(ratio="behaviour", correction="none")).loss.sum().backward()
+    settings = AlgoSettings(ratio="behaviour", correction="none")
+    policy_loss(tokens_of(current, current, behaviour, numbers(1)), settings).loss.sum().backward()
     assert current.grad.item() == pytest.approx(-math.exp(0.1))
 
 

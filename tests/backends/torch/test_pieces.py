@@ -159,7 +159,8 @@ def test_l7_order_split_packing_and_ranks_change_nothing(algo):
     loss, plain = gradient(algo, given)
     assert plain.norm() > 1e-3
     order = [5, 2, 7, 0, 1, 6, 3, 4]
-    for change in ({"order": order}, {"micro": 1}, {"micro": 40}, {"ranks": 3}, {"order": order, "micro": 40, "ranks": 2}):
+    together = {"order": order, "micro": 40, "ranks": 2}
+    for change in ({"order": order}, {"micro": 1}, {"micro": 40}, {"ranks": 3}, together):
         other, moved = gradient(algo, given, **change)
         assert other == pytest.approx(loss, abs=1e-9), change
         assert (moved - plain).norm() < 1e-8 * plain.norm(), change

@@ -1,5 +1,5 @@
-"""The default algorithm (GRPO, truncated importance weights, zero_variance) keeps the numbers of 2026-11-29, when it was
-the only one: recorded from that code by `python tests/backends/torch/test_same_numbers.py`."""
+"""The default algorithm (GRPO, truncated importance weights, zero_variance) keeps the numbers of 2026-11-29, when it
+was the only one: recorded from that code by `python tests/backends/torch/test_same_numbers.py`."""
 
 import asyncio
 import random

@@ -161,7 +161,7 @@ class HFChat:
         """What the template writes behind the placeholder, the only assistant's turn of `messages`."""
         before, found, after = self._render(messages).rpartition(_SPEECH)
         if not found or _SPEECH in before:
-            raise ConfigError(f"the chat template of {self._folder} does not write a past assistant turn's content once")
+            raise ConfigError(f"the chat template of {self._folder} does not write a past assistant's words once")
         return after
 
     def prompt(self, messages: Sequence[Message]) -> Tokens:

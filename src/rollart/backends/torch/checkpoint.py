@@ -51,8 +51,8 @@ def load_model(folder: Path | str, device: str | torch.device = "cpu",
 
 
 def save_model(model: Transformer, folder: Path | str, chat: SavedChat) -> None:
-    """Write config, weights (adapters merged in), generation defaults, tokenizer and chat template into `folder` (made if
-    missing)."""
+    """Write config, weights (adapters merged in), generation defaults, tokenizer and chat template into `folder` (made
+    if missing)."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in plain_state(model).items()}

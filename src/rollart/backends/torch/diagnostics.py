@@ -35,8 +35,8 @@ class TokenStats:
     def metrics(self, cap: float) -> dict[str, float]:
         """Of all tokens that were added; nothing without any. `importance_capped`: share of tokens above `cap`.
 
-        importance_pN: percentiles of w = proximal / behaviour probability; importance_mean: mean weight after corrections;
-        importance_ess: effective sample size of w as a share of the tokens; mismatch_kl estimates
+        importance_pN: percentiles of w = proximal / behaviour probability; importance_mean: mean weight after
+        corrections; importance_ess: effective sample size of w as a share of the tokens; mismatch_kl estimates
         KL(behaviour || proximal) by w - 1 - log w. logprob_gap: mean |log w| of tokens of the newest weights, where
         only numerics differ; logprob_gap_all: of all. masked: share of tokens with weight 0.
         """

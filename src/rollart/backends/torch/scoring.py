@@ -19,7 +19,7 @@ from rollart.backends.torch.moe import Routing
 from rollart.backends.torch.transformer import Transformer
 
 LOGIT_BYTES = 64_000_000
-"""Of float32 logits in one piece; with more, the pieces are computed twice, once for the loss and once for the gradient."""
+"""Of float32 logits in one piece; of more, each piece is computed twice: for the loss and for the gradient."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a decoder looks like: the shapes and rotary embeddings that config.json describes. Llama, Qwen2, Qwen3, Qwen3-MoE.
+"""Shapes and rotary embeddings of decoders, as config.json has them: Llama, Qwen2, Qwen3, Qwen3-MoE.
 
 Keeps true: `from_hf(to_hf())` is the same shape; what the decoder cannot do is refused by name.
 """
@@ -75,8 +75,8 @@ class Rope:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder. `qkv_bias`, `out_bias`: the attention projections have biases; `qk_norm`: Qwen3's.
-    `experts`: of each layer (0: no mixture), of which a token takes `experts_per_token`; `mlp` is then the width of one;
-    `norm_topk`: the weights of those taken are made to sum to 1."""
+    `experts`: of each layer (0: no mixture), of which a token takes `experts_per_token`; `mlp` is then the width of
+    one; `norm_topk`: the weights of those taken are made to sum to 1."""
 
     family: str
     vocabulary: int
@@ -128,7 +128,8 @@ class ModelConfig:
                        norm_eps=config.get("rms_norm_eps", 1e-6), tied=bool(config.get("tie_word_embeddings", False)),
                        qkv_bias=family == "qwen2" or bias, out_bias=family != "qwen2" and bias,
                        qk_norm=family in ("qwen3", "qwen3_moe"),
-                       **({"experts": config.get("num_experts") or config["num_local_experts"], "experts_per_token": config["num_experts_per_tok"],
+                       **({"experts": config.get("num_experts") or config["num_local_experts"],
+                           "experts_per_token": config["num_experts_per_tok"],
                            "norm_topk": bool(config.get("norm_topk_prob", False))} if mixture else {}))
         except KeyError as missing:
             raise ConfigError(f"config.json of a {family} model needs {missing}") from None
@@ -154,7 +155,7 @@ def small_config(small: SmallModel) -> ModelConfig:
     """The shape of a small model: tied embeddings, query and key norms for qwen3; with experts it is a Qwen3-MoE."""
     mixture = {"family": "qwen3_moe", "experts": small.experts, "experts_per_token": small.experts_per_token,
                "norm_topk": True} if small.experts else {}
-    return ModelConfig(**{"family": small.family, **mixture}, vocabulary=small.vocabulary, width=small.width, mlp=small.mlp,
-                       layers=small.layers, heads=small.heads, kv_heads=small.kv_heads,
+    return ModelConfig(**{"family": small.family, **mixture}, vocabulary=small.vocabulary, width=small.width,
+                       mlp=small.mlp, layers=small.layers, heads=small.heads, kv_heads=small.kv_heads,
                        head_dim=small.width // small.heads, context_tokens=small.context_tokens, tied=True,
                        qk_norm=small.family == "qwen3")
