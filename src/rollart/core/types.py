@@ -258,9 +258,9 @@ class Sample:
     mask is 1 where the policy sampled the token at that position; logprobs and versions are defined there (0 and -1
     elsewhere). `advantage` is that of all its action tokens, unless `turn_advantages` has one for each turn (a
     critic's are made by the learner). `turn_tokens`: sampled tokens of each turn, `turn_rewards`: the rewards that add
-    up to what the advantages are made of. `truncated`: the episode went on beyond its end. `weight` scales its share of the loss
-    (a trajectory that forks into several samples keeps the weight of one). `routes`: as a Completion's, [T - 1] or more
-    positions, or empty.
+    up to what the advantages are made of. `truncated`: the episode went on beyond its end. `weight` scales its share of
+    the loss (a trajectory that forks into several samples keeps the weight of one). `routes`: as a Completion's,
+    [T - 1] or more positions, or empty.
     """
 
     trajectory: TrajectoryId

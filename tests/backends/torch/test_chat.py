@@ -91,7 +91,9 @@ def test_sampled_ids_are_never_merged(tmp_path):
 
 
 THINKING = ("{% for m in messages %}{% if m['role'] == 'assistant' %}<s>assistant:"
-            "{{ m['content'].split('</think>')[-1] }}<e>\n{% else %}<s>{{ m['role'] }}:{{ m['content'] }}<e>\n{% endif %}{% endfor %}"
+            "{{ m['content'].split('</think>')[-1] }}<e>\n{% else %}"
+            "<s>{{ m['role'] }}:{{ m['content'] }}<e>\n{% endif %}"
+            "{% endfor %}"
             "{% if add_generation_prompt %}<s>assistant:<think>{% endif %}")
 """Opens reasoning in the generation header, and leaves it out of history: the way of DeepSeek-R1 and Qwen3."""
 
