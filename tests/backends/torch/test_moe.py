@@ -12,8 +12,9 @@ from rollart.backends.torch.engine import EmbeddedEngine
 from rollart.backends.torch.learner import TorchTrainer
 from rollart.backends.torch.moe import UNKNOWN, Routing, balance_loss, replayed
 from rollart.backends.torch.scoring import action_logprobs, pack_sequences
-from rollart.backends.torch.settings import EngineSettings, LearnerSettings
+from rollart.backends.torch.settings import EngineSettings, LearnerSettings, WarmStartSettings
 from rollart.backends.torch.transformer import small_model
+from rollart.backends.torch.warm_start import imitate
 from rollart.backends.torch.weights import MemoryWeights
 from rollart.core.tokens import floats, ids, join
 from rollart.core.types import GenerateRequest, Sample, TrainBatch, TrajectoryId
@@ -139,3 +140,9 @@ def test_a_mixture_learns_in_the_learner():
     trainer.close()
     assert report.metrics["router_balance"] > 0.9
     assert report.metrics["updates"] == 1
+
+
+def test_a_mixture_imitates_also_where_an_expert_got_no_token():
+    model = mixture()
+    made = imitate(model, [([1, 2, 3, 4], [0, 0, 1, 1])] * 2, WarmStartSettings(passes=6, batch_tokens=8), 1)
+    assert made["last_loss"] < made["first_loss"]

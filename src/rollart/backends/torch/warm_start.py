@@ -75,7 +75,7 @@ def _gradient(model: Transformer, count: int, part: Sequence[tuple[Sequence[int]
         logprobs, _ = action_logprobs(model, packed, 1.0)
     actions = torch.tensor(packed.counts, device=device)
     loss = -(logprobs / actions.repeat_interleave(actions)).sum() / count
-    return float(loss.detach()), torch.autograd.grad(loss, list(model.parameters()))
+    return float(loss.detach()), torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
 
 
 def _parts(members: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
