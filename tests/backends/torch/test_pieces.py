@@ -232,3 +232,29 @@ def test_each_algorithm_steps_and_reports(name):
     assert report.metrics["grad_norm"] > 0
     assert ("critic_loss" in report.metrics) == algo.critic
     assert {"mismatch_kl_age1", "importance_ess_age2", "masked", "importance_p99"} <= report.metrics.keys()
+
+
+OWN = '''
+def hinge(tokens, base, settings):
+    ratio = (tokens.current - base).exp()
+    return (settings.clip_high - ratio * tokens.advantages).clamp(min=0), ratio * tokens.advantages > settings.clip_high
+
+def half(tokens, importance, settings):
+    return importance * 0 + 0.5
+
+def best(members, settings):
+    top = max(m.reward for m in members if m.reward is not None)
+    return [((m.reward or 0) - top,) * len(m.turns) for m in members]
+'''
+
+
+def test_pieces_of_ones_own_are_used_by_name(tmp_path, monkeypatch):
+    from rollart.algo.advantages import Member
+    (tmp_path / "own_losses.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = AlgoSettings(advantage="own_losses:best", loss="own_losses:hinge", correction="own_losses:half")
+    made = policy_loss(tokens_of(numbers(-1.0, -1.0), advantages=numbers(0.2, 2.0)), settings)
+    assert made.loss.tolist() == pytest.approx([0.5 * 0.08, 0.0])
+    assert made.clipped.tolist() == [False, True]
+    members = [Member(1.0, (1.0,)), Member(0.0, (0.0,))]
+    assert function("advantage", settings.advantage)(members, settings) == [(0,), (-1,)]
