@@ -215,7 +215,8 @@ def test_figures_by_staleness_add_up_to_those_of_all_tokens():
         assert made[name] == pytest.approx(by_age)
     assert made["masked"] == pytest.approx(1 / 5)  # e^-1 is below the band
     assert made["logprob_gap"] == pytest.approx(0.05)
-    assert made["importance_p100"] == pytest.approx(math.exp(0.5))
+    assert made["importance_p100"] == made["importance_p100_age3"] == pytest.approx(math.exp(0.5))
+    assert made["importance_p50_age1"] == pytest.approx(math.exp(-0.5))
     assert made["importance_capped"] == pytest.approx(1 / 5)
     assert TokenStats().metrics(2.0) == {}
 

@@ -47,15 +47,15 @@ class TokenStats:
         seen |= {"ess": importance, "kl": importance - 1 - importance.log(), "masked": seen["weight"] == 0}
         out = {"entropy": seen["entropy"].mean(), "importance_mean": seen["weight"].mean(),
                "importance_capped": (importance > cap).double().mean(), "logprob_gap_all": gap.abs().mean()}
-        ordered = importance.sort().values
-        out |= {f"importance_p{percent}": ordered[round(percent / 100 * (len(ordered) - 1))]
-                for percent in (1, 50, 99, 100)}
         if (seen["age"] == 0).any():
             out["logprob_gap"] = gap[seen["age"] == 0].abs().mean()
         groups = {"": torch.ones_like(gap, dtype=torch.bool)} | {
             f"_age{age}": (seen["age"] == age) if age < OLDEST else (seen["age"] >= age) for age in range(OLDEST + 1)}
         for suffix, at in groups.items():
             if at.any():
+                ordered = importance[at].sort().values
+                out |= {f"importance_p{percent}{suffix}": ordered[round(percent / 100 * (len(ordered) - 1))]
+                        for percent in (1, 50, 99, 100)}
                 out |= {f"importance_ess{suffix}": effective_sample_size(importance[at]) / at.sum(),
                         f"mismatch_kl{suffix}": seen["kl"][at].mean(),
                         f"clip_fraction{suffix}": seen["clipped"][at].mean(),
