@@ -42,6 +42,7 @@ test: check  ## All checks and tests
 bench: $(VENV)/.dev  ## The benchmarks, one after the other (about half an hour)
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/learner.py
+	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/schedules.py
 
 clean:  ## Remove the virtual environment and caches (not runs/)

@@ -8,7 +8,7 @@ Resumable: each finished run is one JSON line in --out (benchmarks/results/algor
 line is left out. A run is the quickstart's recipe (warm start, engine, learner, environment processes) with another
 [algorithm], alpha and seed; its folder is thrown away. The plan: each algorithm at alpha 1, and grpo at every alpha
 with its truncated importance weights and without any correction, where the loss takes every token as if the newest
-weights had sampled it. About two minutes a run on 2 cores; the warm start of a seed is made once and kept.
+weights had sampled it. Three to five minutes a run on 2 cores; the warm start of a seed is made once and kept.
 """
 
 from __future__ import annotations
@@ -185,12 +185,12 @@ def report(lines: Sequence[dict[str, Any]], docs: Path) -> None:
             (docs / f"curves_{kind}.svg").write_text(chart(kind, curves), encoding="utf-8")
             pictures.append(f"![Success of training rollouts: {kind}](curves_{kind}.svg)")
     first = lines[0]
-    text = (f"{first['steps']} steps of the quickstart's recipe, held-out success at temperature 1, mean over seeds; "
-            "`staleness`: mean of the trained trajectories, in versions; the other columns: means over the steps.\n\n")
+    text = (f"{first['steps']} steps of the quickstart's recipe, held-out success at temperature 1, mean over seeds;\n"
+            "`staleness`: mean of the trained trajectories, in versions; the other columns: means over the steps.")
     page = (docs / "algorithms.md").read_text(encoding="utf-8")
     before, rest = page.split(START)
     after = rest.split(END)[1]
-    body = "\n\n".join([START, text.strip(), table(lines), *pictures, END])
+    body = "\n\n".join([START, text, table(lines), *pictures, END])
     (docs / "algorithms.md").write_text(before + body + after, encoding="utf-8")
 
 
