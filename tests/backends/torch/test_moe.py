@@ -34,8 +34,9 @@ def mixture(ties=False):
     return model
 
 
-def rollout(model, turns=3, actions=40):
-    """One trajectory of several turns in the real engine, as the sample that the learner gets."""
+def rollout(model, turns=3, actions=40, later=None):
+    """One trajectory of several turns in the real engine, as the sample that the learner gets; `later`: the model whose
+    weights are loaded before the last turn."""
     async def story():
         weights = MemoryWeights()
         engine = EmbeddedEngine("e", "p", model, weights, EngineSettings(max_concurrent=4, device="cpu"))
@@ -43,6 +44,8 @@ def rollout(model, turns=3, actions=40):
         await engine.load_weights(weights.put(0, model.state_dict()))
         context, mask, logprobs = ids(range(1, 30)), [0] * 29, [0.0] * 29
         for turn in range(turns):
+            if later is not None and turn == turns - 1:
+                await engine.load_weights(weights.put(1, later.state_dict()))
             request = GenerateRequest(TrajectoryId(0, 0), turn, "d", context, actions, seed=turn)
             said = await engine.generate(request)
             context = join(context, said.tokens, ids([5, 6, 7]))
@@ -72,13 +75,15 @@ def test_with_replay_the_learner_says_what_the_engine_said_and_without_it_does_n
     assert gap(mixture(ties=True), sample, replay=False) > 1e-3
 
 
-def test_routes_are_those_of_the_whole_context_also_after_new_weights_and_kept_kv():
+@pytest.mark.parametrize("renewed", [False, True], ids=["kept-kv", "new-weights"])
+def test_routes_are_those_of_the_newest_weights_for_the_whole_context(renewed):
     model = mixture()
-    sample, said = rollout(model)
+    newest = model if not renewed else small_model(MIXTURE, 5)
+    sample, said = rollout(model, later=newest if renewed else None)
     routing = Routing()
     row = torch.tensor(list(sample.ids))[:-3]
     with torch.no_grad():
-        model(row, torch.arange(len(row)), [len(row)], routing)
+        newest(row, torch.arange(len(row)), [len(row)], routing)
     own = torch.stack([routing.chosen[i] for i in range(3)], 1)[:-1]
     engine = torch.frombuffer(bytearray(said.routes), dtype=torch.uint8).view(-1, 3, 2)
     assert torch.equal(own.sort(-1).values, engine.long().sort(-1).values)

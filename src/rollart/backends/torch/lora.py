@@ -73,7 +73,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    for layer in layers:
+    for layer in layers:  # not peft's enable_adapters, which also changes what requires a gradient
         layer._disable_adapters = True
     try:
         yield
