@@ -33,7 +33,7 @@ def test_a_run_ends_with_the_engines_log_probabilities_and_every_figure(case, tm
     steps = steps_of(tmp_path / "run")
     assert len(steps) == 2
     assert steps[0]["logprob_gap"] < 1e-4
-    figures = {"ppo": "critic_explained", "decoupled": "kl", "lora": "kl", "mixture": "router_balance"}
+    figures = {"ppo": "critic_loss", "decoupled": "kl", "lora": "kl", "mixture": "router_balance"}
     assert figures.get(case, "loss") in steps[-1]
 
 
