@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rollart.algo.catalogue import ALGORITHMS
 from rollart.algo.samples import make_batch
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.torch.learner import TorchTrainer
@@ -385,7 +386,8 @@ def test_a_device_that_is_not_there_and_a_greedy_temperature_are_the_users_mista
         TorchTrainer(model(), PLAIN, AlgoSettings(), MemoryWeights(), temperature=0.0)
 
 
-def test_a_bandit_is_learned_from_its_rewards():
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_bandit_is_learned_from_its_rewards_by_every_algorithm(name):
     """Prompt x of 6, answer (3x + 1) mod 20 among 20 tokens: from about chance to nearly always, in real steps."""
     chance = torch.Generator().manual_seed(0)
 
@@ -408,7 +410,7 @@ def test_a_bandit_is_learned_from_its_rewards():
         return groups
 
     async def story():
-        policy, algo = model(), AlgoSettings(filter="zero_variance")
+        policy, algo = model(), AlgoSettings.named(name)
         trainer = TorchTrainer(policy, LearnerSettings(learning_rate=1e-2, device="cpu"), algo, MemoryWeights())
         rewards = []
         for version in range(80):
@@ -420,4 +422,4 @@ def test_a_bandit_is_learned_from_its_rewards():
 
     rewards = run(story())
     assert sum(rewards[:3]) / 3 < 0.2
-    assert sum(rewards[-5:]) / 5 > 0.9
+    assert sum(rewards[-5:]) / 5 > (0.8 if name == "ppo" else 0.9)  # with a critic one of the six prompts stays unfound
