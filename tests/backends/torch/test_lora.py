@@ -116,7 +116,11 @@ def test_a_checkpoint_is_a_merged_model_and_an_adapter_that_peft_reads_and_resum
                               lora=replace(LORA, rank=2))
         with pytest.raises(TrainerLost, match="another model or rank"):
             await narrow.load(folder)
-        for one in (trainer, other, narrow):
+        elsewhere = TorchTrainer(small_model(replace(SHAPE, vocabulary=300), 1), SETTINGS, AlgoSettings(),
+                                 AdapterWeights({}, LORA), lora=LORA)
+        with pytest.raises(TrainerLost, match="another base model"):
+            await elsewhere.load(folder)
+        for one in (trainer, other, narrow, elsewhere):
             one.close()
 
     logits = torch.tensor([[3, 4, 5, 6]])

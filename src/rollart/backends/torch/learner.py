@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.torch.checkpoint import sync_folder
-from rollart.backends.torch.lora import adapter_state, add_adapter, load_adapter, save_adapter
+from rollart.backends.torch.lora import adapter_state, add_adapter, base_checksum, load_adapter, save_adapter
 from rollart.backends.torch.optimizer import make_optimizer, rate_at
 from rollart.backends.torch.settings import LearnerSettings, LoraSettings
 from rollart.backends.torch.step import Rows, StepWork
@@ -176,13 +176,17 @@ class TorchTrainer:
             save_file({name: tensor.cpu() for name, tensor in self._snapshot().items()}, folder / "model.safetensors")
         if self._lora is not None:
             save_adapter(self._model, folder, self._lora, self._base)
-        torch.save({"version": version, **self._work.state()}, folder / "optimizer.pt")
+        base = {"base": base_checksum(self._model)} if self._lora is not None else {}
+        torch.save({"version": version, **base, **self._work.state()}, folder / "optimizer.pt")
         sync_folder(folder)
 
     def _load(self, folder: Path) -> tuple[Version, dict[str, Tensor]]:
         try:
             saved = torch.load(folder / "optimizer.pt", map_location=self._device, weights_only=True)
             if self._lora is not None:
+                if saved.get("base") != base_checksum(self._model):
+                    raise TrainerLost(f"the adapter in {folder} was trained on another base model than this one: the "
+                                      "model folder or the warm start has changed since")
                 load_adapter(self._model, folder)
             else:
                 load_into(self._model, load_file(folder / "model.safetensors"))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rollart.backends.torch.settings import LoraSettings
-from rollart.backends.torch.weights import MemoryWeights
+from rollart.backends.torch.weights import MemoryWeights, checksum
 from rollart.core.errors import ConfigError
 from rollart.core.types import Manifest
 
@@ -42,6 +42,11 @@ def add_adapter(model: nn.Module, settings: LoraSettings, seed: int) -> None:
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """The adapters by module: `....q_proj.lora_A.weight` [rank, in] and `lora_B` [out, rank]; empty without any."""
     return {name.replace(".default.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
+
+
+def base_checksum(model: nn.Module) -> str:
+    """Of everything but the adapters: what an adapter belongs to."""
+    return checksum({name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name})
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
