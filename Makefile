@@ -23,7 +23,7 @@ $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) -e '.[torch,hf,envs,dev]'
+	$(PIP) -e '.[torch,hf,lora,envs,dev]'
 	@touch $@
 
 setup: $(VENV)/.dev  ## Install everything for development
@@ -42,6 +42,7 @@ test: check  ## All checks and tests
 bench: $(VENV)/.dev  ## The benchmarks, one after the other (about half an hour)
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/learner.py
+	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/schedules.py
 
 swarm: $(VENV)/.run  ## 10,000 random worlds with faults, every invariant checked (about ten minutes)

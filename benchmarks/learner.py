@@ -30,8 +30,9 @@ import torch
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.torch.chat import ByteChat
 from rollart.backends.torch.checkpoint import save_model
-from rollart.backends.torch.learner import TorchTrainer, make_optimizer
-from rollart.backends.torch.losses import clip_loss
+from rollart.backends.torch.learner import TorchTrainer
+from rollart.backends.torch.losses import ActionTokens, policy_loss
+from rollart.backends.torch.optimizer import make_optimizer
 from rollart.backends.torch.settings import LearnerSettings, SmallModel
 from rollart.backends.torch.transformer import Transformer, small_model
 from rollart.backends.torch.weights import MemoryWeights
@@ -111,9 +112,9 @@ class PaddedLoop:
         logprobs = self.forward(tokens, real)[:, :-1].float().log_softmax(-1)
         current = logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
         advantages = torch.tensor([s.advantage for s in samples])[:, None].expand_as(current)
-        weight = (current.detach() - behaviour[:, 1:]).exp().clamp(max=self.algo.importance_cap)
-        loss, _ = clip_loss((current - current.detach()).exp(), advantages, self.algo)
-        return (weight * loss * mask[:, 1:]).sum()
+        flat = [part.flatten() for part in (current, current.detach(), behaviour[:, 1:], advantages)]
+        made = policy_loss(ActionTokens(*flat, flat[0].detach() * 0, torch.tensor([len(flat[0])])), self.algo)
+        return (made.loss * mask[:, 1:].flatten()).sum()
 
 
 def transformers_model(model: Transformer) -> torch.nn.Module:

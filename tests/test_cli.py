@@ -270,6 +270,18 @@ def test_scripted_and_random_players_play_in_the_terminal():
     refused(rollart("envs", "play", "gess"), "guess")
 
 
+def test_algorithms_lists_formulas_and_gives_one_as_a_block_of_a_recipe():
+    listed = rollart("algorithms")
+    assert listed.returncode == 0
+    assert "gspo" in listed.stdout
+    assert "exp(mean of log R over its action tokens)" in listed.stdout
+    one = rollart("algorithms", "ppo")
+    assert 'advantage = "gae"' in one.stdout
+    wrong = rollart("algorithms", "gppo")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: algorithm.name must be one of grpo")
+
+
 def test_doctor_says_what_is_installed():
     result = rollart("doctor")
     assert result.returncode == 0

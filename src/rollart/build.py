@@ -68,14 +68,14 @@ class Policy:
     chat: Chat
 
 
-def load_policy(folder: Path) -> Policy:
-    """From a Hugging Face checkpoint folder. Raises ConfigError."""
+def load_policy(folder: Path, recipe: Recipe) -> Policy:
+    """From a Hugging Face checkpoint folder, with the recipe's way to chat. Raises ConfigError."""
     from rollart.backends.torch.chat import load_chat
     from rollart.backends.torch.checkpoint import load_model
 
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist: set model.path to a Hugging Face checkpoint folder")
-    return Policy(load_model(folder), load_chat(folder))
+    return Policy(load_model(folder), load_chat(folder, recipe.chat))
 
 
 def first_policy(recipe: Recipe, progress: Progress = lambda *_: None) -> Policy:
@@ -91,7 +91,7 @@ def first_policy(recipe: Recipe, progress: Progress = lambda *_: None) -> Policy
 
     def base() -> Policy:
         if recipe.model.path:
-            return load_policy(Path(recipe.model.path))
+            return load_policy(Path(recipe.model.path), recipe)
         return Policy(small_model(recipe.model.small, draw(recipe.seed, "model")), ByteChat())
 
     if recipe.warm_start is None:
@@ -105,7 +105,7 @@ def first_policy(recipe: Recipe, progress: Progress = lambda *_: None) -> Policy
         warm.imitate(policy.model, _imitation(recipe, policy.chat), recipe.warm_start, len(available()),
                      lambda step, steps, loss: progress("warm start", step, steps, loss))
         found = warm.store(cache_folder(), key, lambda folder: save_model(policy.model, folder, policy.chat))
-    return load_policy(found)
+    return load_policy(found, recipe)
 
 
 def _context(recipe: Recipe, policy: Policy) -> int:
@@ -141,12 +141,12 @@ def _warm_key(recipe: Recipe) -> dict[str, Any]:
 
 def _code_hash(recipe: Recipe) -> str:
     """Of the code that a warm start depends on: players and texts of its domains, chat, model, imitation."""
-    from rollart.backends.torch import chat, losses, transformer, warm_start
+    from rollart.backends.torch import chat, moe, optimizer, scoring, shapes, transformer, warm_start
     from rollart.envs import demonstrations as playing
 
     modules = [sys.modules[type(recipe.domain(name)).__module__] for name in recipe.domains]
     digest = hashlib.sha256()
-    for module in (*modules, chat, losses, transformer, warm_start, playing):
+    for module in (*modules, chat, moe, optimizer, scoring, shapes, transformer, warm_start, playing):
         digest.update(inspect.getsource(module).encode())
     return digest.hexdigest()[:16]
 
@@ -293,8 +293,11 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         if version > recipe.pipeline.steps:
             raise ConfigError(f"pipeline.steps = {recipe.pipeline.steps} is below the checkpoint's {version} steps: "
                               "set it higher")
-        policy = load_policy(checkpoint[1]) if checkpoint else await _in_thread(recipe, progress)
-        reference = (await _in_thread(recipe, progress)).model if recipe.algorithm.kl_coefficient else None
+        # Adapters belong to the model that the run began with; the checkpoint's own has them merged in.
+        whole = checkpoint if not recipe.lora else None
+        policy = load_policy(whole[1], recipe) if whole else await _in_thread(recipe, progress)
+        copied = recipe.algorithm.reference == "copy"
+        reference = (await _in_thread(recipe, progress)).model if copied else None
         restored = ledger.recover(version) if resume else None
 
         check = LedgerCheck(ledger)
@@ -369,17 +372,18 @@ async def _in_thread(recipe: Recipe, progress: Progress) -> Policy:
 def _trainer(recipe: Recipe, policy: Policy, reference: Transformer | None) -> tuple[TorchTrainer, MemoryWeights]:
     from rollart.backends.torch.checkpoint import save_model
     from rollart.backends.torch.learner import TorchTrainer
+    from rollart.backends.torch.lora import AdapterWeights
     from rollart.backends.torch.threads import shares
     from rollart.backends.torch.weights import MemoryWeights
 
-    weights = MemoryWeights()
+    weights = AdapterWeights(policy.model.state_dict(), recipe.lora) if recipe.lora else MemoryWeights()
     settings = recipe.learner
     if settings.schedule != "constant" and not settings.total_steps:
         settings = dataclasses.replace(settings, total_steps=recipe.pipeline.steps)
     trainer = TorchTrainer(policy.model, settings, recipe.algorithm, weights,
                            temperature=recipe.sampling.temperature, seed=draw(recipe.seed, "learner"),
                            export=lambda folder: save_model(policy.model, folder, policy.chat),
-                           reference=reference,
+                           reference=reference, lora=recipe.lora, base=recipe.model.path,
                            cores=shares()[1])
     return trainer, weights
 
@@ -425,7 +429,7 @@ async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[Eva
     from rollart.backends.torch.weights import MemoryWeights
 
     recipe = dataclasses.replace(recipe, evaluation=dataclasses.replace(recipe.evaluation, tasks=tasks))
-    policy = load_policy(folder)
+    policy = load_policy(folder, recipe)
     weights = MemoryWeights()
     manifest: Manifest = weights.put(0, policy.model.state_dict())
     async with AsyncExitStack() as stack:

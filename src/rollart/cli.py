@@ -91,7 +91,7 @@ def train(
 
 def _check_resume(before: Recipe, after: Recipe) -> None:
     """What a run is made of stays as it began; the rest may change. Raises ConfigError."""
-    for name in ("seed", "model", "warm_start", "domains"):
+    for name in ("seed", "model", "chat", "lora", "warm_start", "domains"):
         if getattr(before, name) != getattr(after, name):
             raise ConfigError(f"--resume goes on with the same {name}: leave {name} out of --set, or start a new run")
 
@@ -291,6 +291,16 @@ def envs_play(
         solved = play(make_domain(name, table), index, split=split, who=who, seed=seed,  # type: ignore[arg-type]
                       error_rate=error_rate, write=lambda text: console.print(text, highlight=False, markup=False))
     console.print("solved" if solved else "not solved")
+
+
+@app.command()
+def algorithms(name: Annotated[str | None, typer.Argument(help="One algorithm, e.g. gspo.")] = None) -> None:
+    """The algorithms, each as its block of a recipe, and the pieces they are made of: formula, source, defaults."""
+    with _clear_errors():
+        from rollart.algo.listing import listing
+
+        for style, line in listing(name):
+            console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

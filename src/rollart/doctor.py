@@ -17,6 +17,7 @@ PARTS = (
     ("numpy", "numpy", "torch", "the embedded engine and learner"),
     ("safetensors", "safetensors", "torch", "reading and writing checkpoints"),
     ("transformers", "transformers", "hf", "tokenizers and chat templates of Hugging Face checkpoint folders"),
+    ("peft", "peft", "lora", "training adapters only ([lora] in a recipe)"),
     ("gymnasium", "gymnasium", "envs", "the frozen_lake domain"),
 )
 
@@ -35,7 +36,7 @@ def check_up(console: Console) -> bool:
             importlib.import_module(module)
             state = f"[green]{importlib.metadata.version(distribution)}[/]"
         except ImportError as missing:
-            needed = needed and extra == "hf"
+            needed = needed and extra in ("hf", "lora")
             state = f"[yellow]{missing}: pip install 'rollart\\[{extra}]'[/]"
         table.add_row(module, state, use)
     table.add_row("GPU", _gpu(), "engine and learner use it (device = auto)")

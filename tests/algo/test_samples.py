@@ -2,16 +2,19 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
-from rollart.algo.samples import make_batch, make_sample
+from rollart.algo.advantages import Member
+from rollart.algo.samples import make_batch, make_samples
 from rollart.algo.settings import AlgoSettings
 from rollart.core.tokens import Counted, floats, ids
 from rollart.core.types import (
     Completion,
     Finish,
     Group,
+    Message,
     Observation,
     Outcome,
     Score,
@@ -35,6 +38,12 @@ def trajectory(*turns, member=0, reward=1.0, outcome=Outcome.FINISHED, prompt=(9
     return Trajectory(TrajectoryId(0, member), TASK, ids(prompt), Observation(), done, outcome, score)
 
 
+def make_sample(t):
+    """The one sample of a trajectory that never forked."""
+    (sample,) = make_samples(t, Member(1.0, (0.0,) * len(t.turns)), (1.0,) * len(t.turns))
+    return sample
+
+
 def group(rewards, outcomes=None):
     outcomes = outcomes or [Outcome.FINISHED] * len(rewards)
     return Group(0, TASK, 7, tuple(trajectory((completion([3, END]), ()), member=i, reward=r, outcome=o)
@@ -43,13 +52,13 @@ def group(rewards, outcomes=None):
 
 def test_t1_the_sampled_ids_are_trained_as_they_were_sampled():
     a, b, merged = 11, 12, 13  # a tokenizer would join [a][b] into one token
-    sample = make_sample(trajectory((completion([a, b]), (4,)), (completion([merged]), ())), 1.0, 1.0)
+    sample = make_sample(trajectory((completion([a, b]), (4,)), (completion([merged]), ())))
     assert list(sample.ids) == [9, 8, 7, 6, 5, a, b, 4, merged]
     assert len(sample.ids) == len(sample.mask) == len(sample.logprobs) == len(sample.versions)
 
 
 def test_t2_mask_marks_action_tokens_only():
-    sample = make_sample(trajectory((completion([3, 3, END]), (1, 1, 1, 1)), (completion([3, END]), ())), 1.0, 1.0)
+    sample = make_sample(trajectory((completion([3, 3, END]), (1, 1, 1, 1)), (completion([3, END]), ())))
     assert list(sample.mask) == [0] * 5 + [1] * 3 + [0] * 4 + [1] * 2
     assert all(lp == (-0.5 if m else 0.0) for lp, m in zip(sample.logprobs, sample.mask, strict=True))
     assert all((v == 7) if m else (v == -1) for v, m in zip(sample.versions, sample.mask, strict=True))
@@ -57,7 +66,7 @@ def test_t2_mask_marks_action_tokens_only():
 
 def test_t3_a_sampled_end_is_trained_an_inserted_one_is_not_and_a_cut_turn_gets_none():
     cut = completion([3, 3, 3], finish=Finish.LENGTH)
-    sample = make_sample(trajectory((completion([3, END]), (END, 1)), (cut, ())), 1.0, 1.0)
+    sample = make_sample(trajectory((completion([3, END]), (END, 1)), (cut, ())))
     assert list(sample.ids)[5:] == [3, END, END, 1, 3, 3, 3]
     assert list(sample.mask)[5:] == [1, 1, 0, 0, 1, 1, 1]
 
@@ -73,13 +82,13 @@ def test_t4_truncation_is_an_explicit_choice_and_read_from_the_outcome():
 
 
 def test_t5_a_turn_over_a_weight_change_keeps_both_versions():
-    sample = make_sample(trajectory((completion([3] * 7, segments=((7, 0), (8, 4))), ())), 1.0, 1.0)
+    sample = make_sample(trajectory((completion([3] * 7, segments=((7, 0), (8, 4))), ())))
     assert list(sample.versions)[5:] == [7] * 4 + [8] * 3
 
 
 def test_t6_staleness_is_that_of_the_oldest_action_token():
     sample = make_sample(trajectory((completion([3] * 2, segments=((9, 0),)), (1,)),
-                                    (completion([3] * 3, segments=((8, 0), (9, 1))), ())), 1.0, 1.0)
+                                    (completion([3] * 3, segments=((8, 0), (9, 1))), ())))
     oldest = min(v for v, m in zip(sample.versions, sample.mask, strict=True) if m)
     assert 10 - oldest == 2
 
@@ -94,7 +103,7 @@ def test_a5_a_failed_member_is_filtered_and_left_out_of_the_baseline():
 def test_a6_the_baseline_counts_episodes_whatever_their_turns():
     long = trajectory(*[(completion([3, END]), (1,))] * 3, member=0, reward=1.0)
     short = trajectory((completion([3, END]), ()), member=1, reward=0.0)
-    made = make_batch(7, [Group(0, TASK, 7, (long, short))], AlgoSettings(normalisation="mean_only"))
+    made = make_batch(7, [Group(0, TASK, 7, (long, short))], AlgoSettings(advantage="mean_only"))
     assert [s.advantage for s in made.batch.samples] == [0.5, -0.5]
 
 
@@ -140,13 +149,84 @@ def test_simulated_tokens_make_simulated_samples():
 
 def test_a_trajectory_that_contradicts_itself_is_an_error():
     with pytest.raises(ValueError, match=r"g0.0 turn 0: 2 sampled tokens but 1 log-prob"):
-        make_sample(trajectory((completion([3, END], logprobs=[-1.0]), ())), 1.0, 1.0)
+        make_sample(trajectory((completion([3, END], logprobs=[-1.0]), ())))
     with pytest.raises(ValueError, match="empty prompt"):
-        make_sample(trajectory((completion([3, END]), ()), prompt=()), 1.0, 1.0)
+        make_sample(trajectory((completion([3, END]), ()), prompt=()))
 
 
-@pytest.mark.parametrize("bad", [{"clip_low": 1.0}, {"importance_cap": 0.5}, {"dual_clip": 1.0}, {"filter": "all"},
-                                 {"truncated": "bootstrap"}, {"normalisation": "std"}, {"kl_coefficient": -1.0}])
+@pytest.mark.parametrize("bad", [{"clip_low": 1.0}, {"importance_cap": 0.5}, {"gae_lambda": 1.5}, {"dual_clip": 1.0},
+                                 {"filter": "all"}, {"correction": "tis+tis"}, {"loss": "hinge"},
+                                 {"truncated": "bootstrap"}, {"advantage": "std"}, {"kl_coefficient": -1.0}])
 def test_settings_name_the_field_that_is_wrong(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         AlgoSettings(**bad)
+
+
+def member_with(rewards, *, member=0, seen=None, reward=0.0):
+    """A trajectory of one-token turns with these environment rewards."""
+    done = tuple(Turn(completion([3]), "", Observation((Message("user", (seen or "xyz")[i]),), reward=r), ids((1,)))
+                 for i, r in enumerate(rewards))
+    return Trajectory(TrajectoryId(0, member), TASK, ids((9,)), Observation((Message("user", "go"),)), done,
+                      Outcome.FINISHED, Score(reward))
+
+
+def test_rewards_of_turns_count_by_their_weight_and_reach_the_sample():
+    members = (member_with([0.5, 0.0], reward=1.0), member_with([0.0, 0.25], member=1))
+    made = make_batch(7, [Group(0, TASK, 7, members)], AlgoSettings(advantage="mean_only", turn_reward_weight=2.0))
+    assert [s.advantage for s in made.batch.samples] == [0.75, -0.75]  # 1 + 2 * 0.5 against 2 * 0.25
+    assert [s.turn_rewards for s in made.batch.samples] == [(1.0, 1.0), (0.0, 0.5)]
+    assert [s.reward for s in made.batch.samples] == [1.0, 0.0]
+    plain = make_batch(7, [Group(0, TASK, 7, members)], AlgoSettings(advantage="mean_only"))
+    assert [s.turn_rewards for s in plain.batch.samples] == [(0.0, 1.0), (0.0, 0.0)]
+
+
+def test_advantages_per_turn_reach_the_sample_where_they_differ():
+    members = (member_with([0, 0], seen="ab", reward=1.0), member_with([0, 0], member=1, seen="cd"))
+    made = make_batch(7, [Group(0, TASK, 7, members)], AlgoSettings(advantage="turns", turn_discount=0.0))
+    assert made.batch.samples[0].turn_advantages == pytest.approx((0.0, 0.7071), abs=1e-4)
+    assert made.batch.samples[0].turn_tokens == (1, 1)
+
+
+def test_t1_a_rewritten_history_forks_into_samples_with_exact_prefixes_and_the_weight_of_one():
+    first = Turn(completion([3, END]), "", Observation(), ids(), fork=ids([9, 8, 4, 4]))
+    second = Turn(completion([5, END]), "", Observation(), ids([1]))
+    third = Turn(completion([6]), "", Observation(), ids())
+    whole = Trajectory(TrajectoryId(0, 0), TASK, ids([9, 8, 7]), Observation(), (first, second, third),
+                       Outcome.FINISHED, Score(1.0))
+    made = make_batch(7, [Group(0, TASK, 7, (whole, trajectory((completion([3, END]), ()), member=1, reward=0.0)))],
+                      AlgoSettings(advantage="mean_only"))
+    forked = [s for s in made.batch.samples if s.trajectory.member == 0]
+    assert [list(s.ids) for s in forked] == [[9, 8, 7, 3, END], [9, 8, 4, 4, 5, END, 1, 6]]
+    assert [list(s.mask) for s in forked] == [[0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1, 0, 1]]
+    assert [s.weight for s in forked] == [0.5, 0.5]
+    assert [s.advantage for s in made.batch.samples] == [0.5, 0.5, -0.5]  # a6: the baseline counts episodes
+    assert [s.truncated for s in made.batch.samples] == [True, False, False]  # the episode went on behind the fork
+    assert [s.turn_rewards for s in forked] == [(0.0,), (0.0, 1.0)]
+
+
+def test_overlong_shaping_lowers_the_reward_before_the_baseline_and_filters_look_at_raw_ones():
+    long, short = trajectory((completion([3] * 8), ()), member=0), trajectory((completion([3, END]), ()), member=1)
+    shaping = AlgoSettings(advantage="mean_only", overlong_tokens=10, overlong_cache=4)
+    made = make_batch(7, [Group(0, TASK, 7, (long, short))], shaping)
+    assert [s.advantage for s in made.batch.samples] == [-0.25, 0.25]
+    kept = make_batch(7, [Group(0, TASK, 7, (long, short))], replace(shaping, filter="zero_variance"))
+    assert not kept.batch.samples
+
+
+def test_the_overlong_filter_takes_groups_that_ran_into_limits():
+    cut = [Outcome.TRUNCATED, Outcome.TRUNCATED, Outcome.FINISHED]
+    settings = AlgoSettings(filter="zero_variance+overlong")
+    assert {reason for _, reason in make_batch(7, [group([1, 0, 0], cut)], settings).filtered} == {"overlong"}
+    assert len(make_batch(7, [group([1, 0, 0], cut[1:] + cut[-1:])], settings).batch.samples) == 3
+
+
+def test_reinforce_plus_plus_is_the_whitened_reward_of_the_batch():
+    settings = AlgoSettings.named("reinforce++")
+    made = make_batch(7, [group([1, 0]), group([0, 0])], settings)
+    assert [s.advantage for s in made.batch.samples] == pytest.approx([1.7320, -0.5774, -0.5774, -0.5774], abs=1e-3)
+
+
+def test_with_a_critic_the_batch_has_rewards_and_no_advantages():
+    made = make_batch(7, [group([1, 0])], AlgoSettings.named("ppo"))
+    assert [s.advantage for s in made.batch.samples] == [0, 0]
+    assert [s.turn_rewards for s in made.batch.samples] == [(1.0,), (0.0,)]

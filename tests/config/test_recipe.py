@@ -56,6 +56,30 @@ def test_what_cannot_be_is_refused_with_the_key_and_the_value(path, value, words
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("tables", "words"), [
+    ({"algorithm": {"name": "gppo"}}, r"algorithm\.name must be one of grpo"),
+    ({"algorithm": {"value_clip": 0.2}}, r"algorithm: value_clip = 0\.2 .* advantage = 'grpo'"),
+    ({"algorithm": {"kl_coefficient": 0.1}}, r"algorithm: kl_coefficient = 0\.1 .* reference = 'none'"),
+    ({"algorithm": {"kl_coefficient": 0.1, "reference": "adapter_off"}}, r"adapter_off' needs an adapter: set \[lora"),
+    ({"rollout": {"group_size": 1}}, r"algorithm\.advantage = 'grpo' .* rollout\.group_size must be at least 2; got 1"),
+    ({"algorithm": {"router_coefficient": 0.1}}, r"router_coefficient = 0\.1 .* model\.small\.experts = 0"),
+    ({"model": {"small": {"experts": 4}}}, r"experts = 4 .* experts_per_token .* 0"),
+    ({"chat": {"tools": "hermes"}}, r"\[chat\] .* model\.path"),
+    ({"lora": {"rank": 0}}, "rank must be at least 1"),
+])
+def test_a_learning_rule_that_contradicts_itself_or_the_run_is_refused(tables, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        from_tables({**SMALLEST, **tables})
+    assert "\n" not in str(error.value)
+
+
+def test_an_algorithm_by_name_is_written_out_in_full_and_reads_back_the_same():
+    recipe = from_tables({**SMALLEST, "algorithm": {"name": "ppo", "gae_lambda": 0.9}, "rollout": {"group_size": 1},
+                          "lora": {"rank": 4}})
+    assert (recipe.algorithm.advantage, recipe.algorithm.value_clip, recipe.algorithm.gae_lambda) == ("gae", 0.2, 0.9)
+    assert from_tables(json.loads(json.dumps(recipe.to_json()))) == recipe
+
+
 def test_wait_and_spare_groups_exclude_each_other():
     with pytest.raises(ConfigError, match="spare_groups must be 0; got 1"):
         from_tables({**SMALLEST, "schedule": {"stale": "wait"}, "rollout": {"spare_groups": 1}})

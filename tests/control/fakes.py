@@ -264,6 +264,9 @@ class FakeRenderer:
     def reply(self, completion: Completion, messages: Sequence[Message]) -> Any:
         return ids([7, 8, *([9] if completion.finish is Finish.LENGTH else [])])
 
+    def fork(self, history: Sequence[Message], context: Any) -> None:
+        return None
+
     def text(self, completion: Completion) -> str:
         return "an action"
 

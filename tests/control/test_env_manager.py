@@ -6,18 +6,22 @@ import asyncio
 import itertools
 import re
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 from fakes import FOREVER, STOP, FakeEngine, FakePool, FakeRenderer, FakeScorer, Log, hang, task
 
+from rollart.algo.samples import make_batch
+from rollart.algo.settings import AlgoSettings
 from rollart.control.env_manager import EnvManager, Services
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.settings import RolloutSettings
 from rollart.core.changed import Changed
 from rollart.core.clock import now
 from rollart.core.events import EnvironmentClosed, EnvironmentOpened, TurnEnded
-from rollart.core.types import Finish, Manifest, Message, Observation, Outcome, Task, Trajectory, TrajectoryId
+from rollart.core.tokens import ids
+from rollart.core.types import Finish, Group, Manifest, Message, Observation, Outcome, Task, Trajectory, TrajectoryId
 from rollart.sim.loop import run_virtual
 
 ID = TrajectoryId(3, 1)
@@ -118,6 +122,42 @@ def test_the_limit_on_turns_truncates_and_leaves_no_reply_behind() -> None:
     assert (t.outcome, len(t.turns), t.good) == (Outcome.TRUNCATED, 3, True)
     assert not len(t.turns[-1].reply)
     assert len(e.engine.requests) == 3
+
+
+def test_t1_a_rewritten_history_is_the_next_context_and_forks_the_trajectory() -> None:
+    class Rewriting(FakeRenderer):
+        seen: ClassVar[list[list[str]]] = []
+
+        def fork(self, history: Any, context: Any) -> Any:
+            self.seen.append([message.role for message in history])
+            return ids([1, 2, 9, 9]) if len(self.seen) == 1 else None
+
+    e, t = play(pool=FakePool(turns=3), renderer=Rewriting())
+    assert [list(r.context)[:4] for r in e.engine.requests] == [[1, 2, 3], [1, 2, 9, 9], [1, 2, 9, 9]]
+    assert [None if turn.fork is None else list(turn.fork) for turn in t.turns] == [[1, 2, 9, 9], None, None]
+    assert not len(t.turns[0].reply)
+    assert Rewriting.seen[1] == ["user", "assistant", "user", "assistant", "user"]
+    assert t.length == len(t.prompt) + 4 + t.sampled + len(t.turns[1].reply)
+
+
+def test_only_the_last_turn_before_a_fork_or_the_end_keeps_the_experts_that_were_taken() -> None:
+    class Mixture(FakeEngine):
+        async def generate(self, request: Any) -> Any:
+            return replace(await super().generate(request), routes=bytes(len(request.context)))
+
+    _, t = play(pool=FakePool(turns=3), engine=Mixture())
+    assert [bool(turn.completion.routes) for turn in t.turns] == [False, False, True]
+
+
+def test_a_prompt_too_long_for_the_context_ends_the_episode_as_truncated_and_says_so() -> None:
+    e, t = play(playing=task(max_tokens=10), context_tokens=12)
+    assert (t.outcome, len(t.turns), e.engine.requests) == (Outcome.TRUNCATED, 0, [])
+    assert t.error == "the prompt left no room for an action in 12 tokens"
+    made = make_batch(7, [Group(3, t.task, 7, (t,))], AlgoSettings())
+    assert made.filtered == ((ID, t.error),)
+    _, later = play(playing=task(max_tokens=10), context_tokens=14)
+    assert (later.outcome, len(later.turns)) == (Outcome.TRUNCATED, 1)
+    assert later.error == "the context left no room for an action in 14 tokens"
 
 
 def test_the_environments_own_limit_truncates() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,17 @@ def test_failed_scores_are_replaced_too() -> None:
         assert s.fates()["g5.0"] is Fate.FAILED
 
     play(check, scorer=FakeScorer(trouble=lambda t: "fail" if t.id.member == 0 else ""))
+
+
+@pytest.mark.parametrize(("spares", "chance"), [(0, 0.430), (2, 0.930)])
+def test_a7_spares_raise_the_chance_that_all_8_members_are_good(spares: int, chance: float) -> None:
+    started, whole = 8 + spares, 0.0
+    for failing in range(started + 1):
+        got: list[bool] = []
+        play(lambda s, good, got=got: got.append(good), pool=fails(*range(failing)), group_size=8, spares=spares,
+             max_replacements=0)
+        whole += got[0] * math.comb(started, failing) * 0.1 ** failing * 0.9 ** (started - failing)
+    assert whole == pytest.approx(chance, abs=5e-4)
 
 
 @pytest.mark.parametrize(("replacements", "good"), [(0, False), (1, False), (2, True)])

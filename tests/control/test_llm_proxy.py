@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,11 @@ def test_merge_joins_equal_versions_at_the_border_and_keeps_those_inside() -> No
     whole = merge(parts)
     assert whole.segments == ((3, 0), (4, 1), (5, 4))
     assert list(whole.versions()) == [v for part in parts for v in part.versions()]
+
+
+def test_merge_keeps_the_experts_of_the_last_piece_which_cover_the_whole_context() -> None:
+    parts = [replace(piece([1], ((1, 0),)), routes=b"old"), replace(piece([2], ((1, 0),)), routes=b"old and new")]
+    assert merge(parts).routes == b"old and new"
 
 
 def test_merge_counts_simulated_tokens() -> None:

@@ -69,6 +69,7 @@ def test_the_digest_sees_one_changed_token_and_one_changed_microsecond():
 
 def test_a_mappings_order_does_not_count_and_a_set_is_refused():
     assert canonical({"b": 1, "a": (2.5, None, True)}) == canonical({"a": (2.5, None, True), "b": 1})
+    assert len({canonical(b""), canonical(b"ab"), canonical(b"ba"), canonical("ab")}) == 4
     with pytest.raises(TypeError, match="holds a set"):
         canonical({1, 2})
 

@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 from histories import make_task, make_trajectory
 
+from rollart.core.tokens import ids
 from rollart.core.types import Outcome, TrajectoryId
 from rollart.observe.payload import decode, encode
 
@@ -13,6 +16,16 @@ def test_a_trajectory_comes_back_exactly(changes):
     assert decode(encode(trajectory)) == trajectory
 
 
+def test_a_rewritten_history_and_the_experts_of_a_mixture_come_back():
+    plain = make_trajectory(TrajectoryId(3, 1), make_task(3))
+    first, second = plain.turns
+    turns = (replace(first, fork=ids([4, 5, 6])),
+             replace(second, completion=replace(second.completion, routes=bytes(range(250)))))
+    trajectory = replace(plain, turns=turns)
+    assert decode(encode(trajectory)) == trajectory
+    assert trajectory.length == plain.length + 3
+
+
 def test_tokens_cost_four_bytes_each_and_little_else():
     small, large = (make_trajectory(TrajectoryId(0, 0), make_task(0), turns=1, tokens=n) for n in (1, 10_001))
     assert 80_000 <= len(encode(large)) - len(encode(small)) < 80_100
@@ -20,7 +33,7 @@ def test_tokens_cost_four_bytes_each_and_little_else():
 
 def test_what_is_not_a_trajectory_is_refused():
     body = encode(make_trajectory(TrajectoryId(0, 0), make_task(0)))
-    with pytest.raises(ValueError, match="this version reads 1"):
+    with pytest.raises(ValueError, match="this version reads 2"):
         decode(b"\x07" + body[1:])
     with pytest.raises(ValueError, match="its header says"):
         decode(body + b"....")

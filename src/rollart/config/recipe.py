@@ -11,10 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollart.algo.catalogue import resolve
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.process.environments import ProcessSettings
 from rollart.backends.process.scorer import ScorerSettings
-from rollart.backends.torch.settings import EngineSettings, LearnerSettings, SmallModel, WarmStartSettings
+from rollart.backends.torch.settings import (
+    ChatSettings,
+    EngineSettings,
+    LearnerSettings,
+    LoraSettings,
+    SmallModel,
+    WarmStartSettings,
+)
 from rollart.config.toml import build, override, read_toml
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import FreeSlots, RolloutSettings, ScheduleSettings
@@ -80,6 +88,8 @@ class Recipe:
     algorithm: AlgoSettings = field(default_factory=AlgoSettings)
     learner: LearnerSettings = field(default_factory=LearnerSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
+    chat: ChatSettings = field(default_factory=ChatSettings)
+    lora: LoraSettings | None = None
     warm_start: WarmStartSettings | None = None
     engine: EngineSettings = field(default_factory=EngineSettings)
     pools: Mapping[str, PoolSettings] = field(default_factory=lambda: {"default": PoolSettings()})
@@ -104,8 +114,9 @@ class Recipe:
         plain["domains"] = {name: {"weight": entry.weight, **entry.settings,
                                    **({"latency": dataclasses.asdict(entry.latency)} if entry.latency else {})}
                             for name, entry in self.domains.items()}
-        if self.warm_start is None:
-            del plain["warm_start"]
+        for name in ("warm_start", "lora"):
+            if plain[name] is None:
+                del plain[name]
         if self.schedule.alpha is None:
             del plain["schedule"]["alpha"]
         return plain
@@ -113,9 +124,9 @@ class Recipe:
 
 SECTIONS: dict[str, Any] = {
     "pipeline": PipelineSettings, "schedule": ScheduleSettings, "rollout": RolloutSettings, "sampling": Sampling,
-    "algorithm": AlgoSettings, "learner": LearnerSettings, "model": ModelSettings, "warm_start": WarmStartSettings,
-    "engine": EngineSettings, "environments": ProcessSettings, "reward": ScorerSettings,
-    "evaluation": EvaluationSettings,
+    "algorithm": AlgoSettings, "learner": LearnerSettings, "model": ModelSettings, "chat": ChatSettings,
+    "lora": LoraSettings, "warm_start": WarmStartSettings, "engine": EngineSettings, "environments": ProcessSettings,
+    "reward": ScorerSettings, "evaluation": EvaluationSettings,
 }
 
 
@@ -143,6 +154,7 @@ def from_tables(tables: Mapping[str, Any]) -> Recipe:
         elif not isinstance(value, Mapping):
             raise ConfigError(f"{key} must be a table [{key}]; got {value!r}")
         elif key in SECTIONS:
+            value = resolve(value) if key == "algorithm" else value
             values[key] = build(SECTIONS[key], value, key)
         elif key == "pools":
             values[key] = {name: build(PoolSettings, table, f"pools.{name}") for name, table in value.items()}
@@ -182,9 +194,7 @@ def _check(recipe: Recipe) -> None:
     if rollout.spare_groups and recipe.schedule.stale is StalePolicy.WAIT:
         raise ConfigError(f"schedule.stale = wait trains every group, so rollout.spare_groups must be 0; "
                           f"got {rollout.spare_groups}")
-    if rollout.group_size < 2:
-        raise ConfigError(f"group advantages compare trajectories, so rollout.group_size must be at least 2; got "
-                          f"{rollout.group_size}")
+    _check_algorithm(recipe)
     if recipe.model.path and recipe.model.small != SmallModel():
         raise ConfigError("model.path and model.small exclude each other: remove one")
     sampling = recipe.sampling
@@ -221,3 +231,20 @@ def _check(recipe: Recipe) -> None:
     if limit and needed >= limit:
         raise ConfigError(f"an action of {needed} tokens does not fit a context of {limit} tokens: raise "
                           "engine.context_tokens or lower the domain's max_tokens")
+
+
+def _check_algorithm(recipe: Recipe) -> None:
+    """The learning rule against the model and the groups that it is given."""
+    algo, model = recipe.algorithm, recipe.model
+    if algo.grouped and recipe.rollout.group_size < 2:
+        raise ConfigError(f"algorithm.advantage = {algo.advantage!r} compares the trajectories of a group, so "
+                          f"rollout.group_size must be at least 2; got {recipe.rollout.group_size}")
+    if not algo.grouped and "zero_variance" in algo.filter and recipe.rollout.group_size < 2:
+        raise ConfigError("algorithm.filter = 'zero_variance' leaves out every group of one: rollout.group_size = 1")
+    if algo.reference == "adapter_off" and recipe.lora is None:
+        raise ConfigError("algorithm.reference = 'adapter_off' needs an adapter: set [lora], or reference = 'copy'")
+    if algo.router_coefficient and not model.path and not model.small.experts:
+        raise ConfigError(f"algorithm.router_coefficient = {algo.router_coefficient:g} needs a mixture of experts; got "
+                          "model.small.experts = 0")
+    if recipe.chat != ChatSettings() and not model.path:
+        raise ConfigError("[chat] is about the chat template of a checkpoint folder: set model.path, or leave it out")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollart.algo.catalogue import resolve
 from rollart.algo.settings import AlgoSettings
 from rollart.config.toml import build, override, read_toml
 from rollart.control.pipeline import PipelineSettings
@@ -219,7 +220,7 @@ def simulation_from(tables: Mapping[str, Any]) -> SimRecipe:
         elif key == "domains":
             values[key] = {name: _domain(name, table) for name, table in value.items()}
         else:
-            values[key] = build(SECTIONS[key], value, key)
+            values[key] = build(SECTIONS[key], resolve(value) if key == "algorithm" else value, key)
     if "pipeline" in values and "checkpoint_every" not in tables["pipeline"]:
         values["pipeline"] = dataclasses.replace(values["pipeline"], checkpoint_every=0)
     recipe = SimRecipe(**values)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from rollart.control.llm_proxy import LLMProxy
@@ -27,6 +27,7 @@ from rollart.core.types import (
     Action,
     Finish,
     GenerateRequest,
+    Message,
     Observation,
     Outcome,
     Sampling,
@@ -70,6 +71,7 @@ class EnvManager:
         self.seconds: dict[str, float] = {}
         self._prompt: Tokens = ids()
         self._start = Observation()
+        self._note = ""
 
     def trajectory(self, outcome: Outcome, score: Score | None = None, error: str = "") -> Trajectory:
         """What there is so far, as data."""
@@ -85,7 +87,7 @@ class EnvManager:
                 await wave.all_left(f"{self.id} score")
             score = await self._within("score", self._s.settings.score_seconds, ScorerFailed,
                                        self._s.scorer.score(self.trajectory(outcome)))
-            return self.trajectory(outcome, score)
+            return self.trajectory(outcome, score, self._note)
         except PortError as failure:
             return self.trajectory(Outcome.FAILED, error=f"{type(failure).__name__}: {failure}")
         finally:
@@ -126,8 +128,11 @@ class EnvManager:
         observation = self._start = await self._within("environment", settings.environment_seconds, EnvironmentFailed,
                                                        environment.first())
         context = self._prompt = s.renderer.prompt(observation.messages)
+        history = list(observation.messages)
         for turn in range(self.task.max_turns):
             if settings.context_tokens and len(context) + self.task.max_tokens > settings.context_tokens:
+                self._note = (f"the {'context' if turn else 'prompt'} left no room for an action in "
+                              f"{settings.context_tokens} tokens")
                 return Outcome.TRUNCATED
             request = GenerateRequest(self.id, turn, self.task.domain, context, self.task.max_tokens, s.sampling,
                                       s.renderer.stop, draw(s.seed, "sample", str(self.id), turn))
@@ -135,6 +140,8 @@ class EnvManager:
                                             s.proxy.generate(request))
             text = s.renderer.text(completion)
             nothing: Tokens = Counted(0) if isinstance(context, Counted) else ids()
+            if self.turns and self.turns[-1].fork is None:  # the newer ones cover the whole context
+                self.turns[-1] = replace(self.turns[-1], completion=replace(self.turns[-1].completion, routes=b""))
             self.turns.append(Turn(completion, text, Observation(), nothing))
             oldest = completion.oldest
             self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
@@ -147,10 +154,13 @@ class EnvManager:
                                              environment.step(Action(text, completion.finish is Finish.LENGTH)))
             last = observation.done or turn + 1 == self.task.max_turns
             reply = nothing if last else s.renderer.reply(completion, observation.messages)
-            self.turns[-1] = Turn(completion, text, observation, reply)
+            context = join(context, completion.tokens, reply)
+            history += [Message("assistant", text), *observation.messages]
+            fork = None if last else s.renderer.fork(history, context)
+            self.turns[-1] = Turn(completion, text, observation, reply if fork is None else nothing, fork)
             if observation.done:
                 return Outcome.TRUNCATED if observation.truncated else Outcome.FINISHED
-            context = join(context, completion.tokens, reply)
+            context = context if fork is None else fork
             if wave:
                 await wave.arrive(f"{self.id} before turn {turn + 1}")
         return Outcome.TRUNCATED

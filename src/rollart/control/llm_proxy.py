@@ -37,7 +37,7 @@ def merge(parts: Sequence[Completion]) -> Completion:
         offset += len(part.tokens)
     last = parts[-1]
     tokens = join(*[part.tokens for part in parts])
-    return Completion(tokens, logprobs, tuple(segments) or last.segments, last.finish, last.engine)
+    return Completion(tokens, logprobs, tuple(segments) or last.segments, last.finish, last.engine, last.routes)
 
 
 class LLMProxy:

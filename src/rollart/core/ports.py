@@ -84,6 +84,11 @@ class Renderer(Protocol):
         """What follows the sampled tokens: the template's glue, the new messages, the next assistant header."""
         ...
 
+    def fork(self, history: Sequence[Message], context: Tokens) -> Tokens | None:
+        """The next turn's context where the template rewrites `history` (all messages so far, the agent's too), else
+        None: it is `context`, which only grew."""
+        ...
+
     def text(self, completion: Completion) -> Text:
         """The action as text, without its stop token."""
         ...

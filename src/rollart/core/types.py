@@ -123,6 +123,9 @@ class Completion:
     segments: tuple[tuple[Version, int], ...]
     finish: Finish
     engine: str = ""
+    routes: bytes = b""
+    """Of a mixture of experts: the experts of every position of context and completion but the last, one byte each
+    [positions * layers * experts per token]; else empty."""
 
     @property
     def oldest(self) -> Version:
@@ -172,12 +175,17 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One sampled completion, its text, the environment's answer and that answer as tokens (empty after the last)."""
+    """One sampled completion, its text, the environment's answer and that answer as tokens (empty after the last).
+
+    `fork`: the whole context of the next turn where the chat template rewrote history (`reply` is then empty); None
+    where the context only grew.
+    """
 
     completion: Completion
     text: Text
     observation: Observation
     reply: Tokens
+    fork: Tokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +229,7 @@ class Trajectory:
     @property
     def length(self) -> int:
         """Tokens in all."""
-        return len(self.prompt) + self.sampled + sum(len(turn.reply) for turn in self.turns)
+        return len(self.prompt) + self.sampled + sum(len(turn.reply) + len(turn.fork or ()) for turn in self.turns)
 
     @property
     def good(self) -> bool:
@@ -248,8 +256,11 @@ class Sample:
     """One training sequence: all arrays [T]. Under simulation `ids` is Counted and the others are empty.
 
     mask is 1 where the policy sampled the token at that position; logprobs and versions are defined there (0 and -1
-    elsewhere). `advantage` is the same for all its action tokens. `weight` scales its share of the loss (a
-    trajectory that forks into several samples keeps the weight of one).
+    elsewhere). `advantage` is that of all its action tokens, unless `turn_advantages` has one for each turn (a
+    critic's are made by the learner). `turn_tokens`: sampled tokens of each turn, `turn_rewards`: the rewards that add
+    up to what the advantages are made of. `truncated`: the episode went on beyond its end. `weight` scales its share of
+    the loss (a trajectory that forks into several samples keeps the weight of one). `routes`: as a Completion's,
+    [T - 1] or more positions, or empty.
     """
 
     trajectory: TrajectoryId
@@ -261,6 +272,11 @@ class Sample:
     advantage: float
     reward: float
     weight: float = 1.0
+    turn_tokens: tuple[int, ...] = ()
+    turn_rewards: tuple[float, ...] = ()
+    turn_advantages: tuple[float, ...] = ()
+    truncated: bool = False
+    routes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

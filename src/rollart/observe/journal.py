@@ -109,8 +109,13 @@ def _array_text(value: array[Any]) -> str:
     return f"{value.typecode}{len(value)}:{hashlib.blake2b(value, digest_size=8).hexdigest()}"
 
 
+def _bytes_text(value: bytes) -> str:
+    return f"b{len(value)}:{hashlib.blake2b(value, digest_size=8).hexdigest()}" if value else "b0"
+
+
 _WRITERS: dict[type, Callable[[Any], str]] = {
     int: repr, float: repr, str: repr, bool: repr, type(None): repr,
     tuple: _sequence_text, list: _sequence_text, dict: _mapping_text, array: _array_text,
+    bytes: _bytes_text,
     Group: _group_text,
 }

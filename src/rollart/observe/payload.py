@@ -11,6 +11,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rollart.core.tokens import Counted, Text, Tokens
@@ -28,7 +29,7 @@ from rollart.core.types import (
 )
 
 _HEAD = struct.Struct("<BI")
-_FORMAT = 1
+_FORMAT = 2
 
 
 def encode(trajectory: Trajectory) -> bytes:
@@ -41,6 +42,10 @@ def encode(trajectory: Trajectory) -> bytes:
         blobs.append(_little(values).tobytes())
         return len(values)
 
+    def pack_bytes(values: bytes) -> int:
+        blobs.append(values)
+        return len(values)
+
     t = trajectory
     header = {
         "id": [t.id.group, t.id.member, t.id.kind], "task": task_dict(t.task), "outcome": t.outcome.value,
@@ -51,6 +56,7 @@ def encode(trajectory: Trajectory) -> bytes:
             "segments": turn.completion.segments, "finish": turn.completion.finish.value,
             "engine": turn.completion.engine, "text": _text_json(turn.text),
             "observation": _observation_dict(turn.observation), "reply": pack(turn.reply),
+            "fork": None if turn.fork is None else pack(turn.fork), "routes": pack_bytes(turn.completion.routes),
         } for turn in t.turns],
     }
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -80,7 +86,10 @@ def decode(body: bytes) -> Trajectory:
         tokens, logprobs = unpack(turn["tokens"]), unpack(turn["logprobs"], "f")
         completion = Completion(tokens, logprobs, tuple((v, s) for v, s in turn["segments"]), Finish(turn["finish"]),
                                 turn["engine"])
-        turns.append(Turn(completion, _text(turn["text"]), _observation(turn["observation"]), unpack(turn["reply"])))
+        reply, fork = unpack(turn["reply"]), None if turn["fork"] is None else unpack(turn["fork"])
+        completion = replace(completion, routes=bytes(body[at:at + turn["routes"]]))
+        at += turn["routes"]
+        turns.append(Turn(completion, _text(turn["text"]), _observation(turn["observation"]), reply, fork))
     if at != len(body):
         raise ValueError(f"a stored trajectory has {len(body)} bytes, its header says {at}")
     score = header["score"] and Score(*header["score"])

@@ -1,8 +1,11 @@
 """Chats: exact prefixes (T1), stop tokens (T3), and the same ids as transformers."""
 
+import itertools
+
 import pytest
 
 from rollart.backends.torch.chat import ByteChat, HFChat, load_chat
+from rollart.backends.torch.settings import ChatSettings
 from rollart.core.errors import ConfigError
 from rollart.core.tokens import floats, ids, join
 from rollart.core.types import Completion, Finish, Message
@@ -87,10 +90,77 @@ def test_sampled_ids_are_never_merged(tmp_path):
     assert merged in context[len(prompt) + 3:]
 
 
-def test_a_template_that_rewrites_history_is_refused(tmp_path):
-    thinking = TEMPLATE.replace("<s>assistant:{% endif %}", "<s>assistant:<think>{% endif %}")
-    with pytest.raises(ConfigError, match="rewrites history"):
-        HFChat(folder_with_ab(tmp_path, thinking))
+THINKING = ("{% for m in messages %}{% if m['role'] == 'assistant' %}<s>assistant:"
+            "{{ m['content'].split('</think>')[-1] }}<e>\n{% else %}"
+            "<s>{{ m['role'] }}:{{ m['content'] }}<e>\n{% endif %}"
+            "{% endfor %}"
+            "{% if add_generation_prompt %}<s>assistant:<think>{% endif %}")
+"""Opens reasoning in the generation header, and leaves it out of history: the way of DeepSeek-R1 and Qwen3."""
+
+
+def conversation(chat, texts=("hm ab</think>go left", "hm</think>stop")):
+    """Contexts of the turns of one episode as the control plane makes them: (contexts, histories, forks)."""
+    history = [Message("user", "where?")]
+    context = chat.prompt(history)
+    contexts, forks = [context], []
+    for text in texts:
+        said = completion([*chat.action(text)])
+        answer = [Message("tool", "wall ab")]
+        reply = chat.reply(said, answer)
+        context = join(context, said.tokens, reply)
+        history += [Message("assistant", chat.text(said)), *answer]
+        fork = chat.fork(history, context)
+        forks.append(fork)
+        context = context if fork is None else fork
+        contexts.append(context)
+    return contexts, history, forks
+
+
+def test_t1_a_template_that_rewrites_history_keeps_exact_prefixes_with_reasoning_kept(tmp_path):
+    chat = HFChat(folder_with_ab(tmp_path, THINKING))
+    contexts, _, forks = conversation(chat)
+    assert forks == [None, None]
+    for before, after in itertools.pairwise(contexts):
+        assert list(after[:len(before)]) == list(before)
+    assert chat.decode(contexts[-1]) == (
+        "<s>user:where?<e>\n<s>assistant:<think>hm ab</think>go left<e>\n<s>tool:wall ab<e>\n"
+        "<s>assistant:<think>hm</think>stop<e>\n<s>tool:wall ab<e>\n<s>assistant:<think>")
+
+
+def test_t1_with_reasoning_dropped_each_turn_forks_into_what_the_template_renders(tmp_path):
+    chat = HFChat(folder_with_ab(tmp_path, THINKING), ChatSettings(reasoning="drop"))
+    contexts, history, forks = conversation(chat)
+    assert [list(fork) for fork in forks] == [list(context) for context in contexts[1:]]
+    assert chat.decode(contexts[-1]) == ("<s>user:where?<e>\n<s>assistant:go left<e>\n<s>tool:wall ab<e>\n"
+                                         "<s>assistant:stop<e>\n<s>tool:wall ab<e>\n<s>assistant:<think>")
+    assert list(forks[-1]) == list(chat.prompt(history))
+
+
+def test_reasoning_is_dropped_also_where_the_template_would_keep_it_and_without_any_nothing_forks(tmp_path):
+    chat = HFChat(folder_with_ab(tmp_path), ChatSettings(reasoning="drop"))
+    contexts, _, forks = conversation(chat, ("<think>hm</think>\n\ngo left", "stop"))
+    assert "hm" not in chat.decode(contexts[1])
+    assert forks[1] is None
+    apart = completion([chat.action("a")[0], *chat.action("b")])  # [a][b], where the tokenizer would join
+    context = join(chat.prompt([Message("user", "x")]), apart.tokens, chat.reply(apart, [Message("user", "y")]))
+    history = [Message("user", "x"), Message("assistant", "ab"), Message("user", "y")]
+    assert chat.fork(history, context) is None
+
+
+def test_tool_calls_are_tags_to_the_task_and_the_models_own_format_to_the_model(tmp_path):
+    folder = folder_with_ab(tmp_path)
+    for format, written in (("hermes", '<tool_call>\n{"name": "calc", "arguments": {"input": "2*3"}}\n</tool_call>'),
+                            ("llama", '{"name": "calc", "parameters": {"input": "2*3"}}'),
+                            ("tags", "<calc>2*3</calc>")):
+        chat = HFChat(folder, ChatSettings(tools=format))
+        assert chat.decode(chat.action("<calc>2*3</calc>")) == written + "<e>"
+        assert chat.text(completion(chat.action("<calc>2*3</calc>"))) == "<calc>2*3</calc>"
+
+
+def test_a_template_that_leaves_out_or_repeats_what_was_said_is_refused(tmp_path):
+    for change in ("", "{{ m['content'] }}{{ m['content'] }}"):
+        with pytest.raises(ConfigError, match="does not write a past assistant's words once"):
+            HFChat(folder_with_ab(tmp_path, TEMPLATE.replace("{{ m['content'] }}", change)))
 
 
 def test_a_template_that_refuses_a_role_is_a_config_error(tmp_path):

@@ -23,6 +23,10 @@ TINY = SmallModel(layers=2, width=32, heads=4, kv_heads=2, mlp=32)
 @pytest.mark.parametrize(("family", "tied", "rope", "extra"), [
     ("llama", False, PLAIN, {}), ("llama", True, LLAMA3, {}), ("llama", False, LINEAR, {"attention_bias": True}),
     ("qwen2", False, PLAIN, {}), ("qwen2", True, LINEAR, {"num_key_value_heads": 1}),
+    ("qwen3_moe", False, PLAIN, {"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2,
+                                 "moe_intermediate_size": 24, "norm_topk_prob": True}),
+    ("qwen3_moe", True, PLAIN, {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 3,
+                                "moe_intermediate_size": 24}),
     ("qwen3", False, PLAIN, {"head_dim": 16}), ("qwen3", True, LLAMA3, {"head_dim": 10, "attention_bias": True})])
 def test_logits_equal_those_of_transformers_both_ways(family, tied, rope, extra, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM

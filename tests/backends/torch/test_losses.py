@@ -6,16 +6,9 @@ import pytest
 import torch
 
 from rollart.algo.settings import AlgoSettings
-from rollart.backends.torch.losses import (
-    action_logprobs,
-    chosen_logprobs,
-    clip_loss,
-    effective_sample_size,
-    kl_estimates,
-    kl_penalty,
-    pack_sequences,
-    policy_loss,
-)
+from rollart.backends.torch.diagnostics import effective_sample_size
+from rollart.backends.torch.losses import ActionTokens, clip, kl_estimates, kl_penalty, policy_loss
+from rollart.backends.torch.scoring import action_logprobs, chosen_logprobs, pack_sequences
 from rollart.backends.torch.settings import SmallModel
 from rollart.backends.torch.transformer import small_model
 
@@ -30,6 +23,15 @@ def tiny(seed=0, dtype=torch.float64):
         for parameter in model.parameters():
             parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
     return model
+
+
+def tokens_of(current, proximal, behaviour, advantages, age=None, counts=None):
+    return ActionTokens(current, proximal, behaviour, advantages, current.detach() * 0 if age is None else age,
+                        torch.tensor([len(current)] if counts is None else counts))
+
+
+def clip_loss(ratio, advantages, settings):
+    return clip(tokens_of(ratio.log(), ratio * 0, ratio * 0, advantages), ratio * 0, settings)
 
 
 def numbers(*values, grad=False):
@@ -53,7 +55,7 @@ def test_l1_gradient_is_exactly_zero_where_and_only_where_a_limit_is_active(adva
     given = numbers(ratio, grad=True)
     loss, active = clip_loss(given, numbers(advantage), AlgoSettings(**(SYMMETRIC | extra)))
     loss.sum().backward()
-    assert given.grad.item() == (0.0 if clipped else -advantage)
+    assert given.grad.item() == (0.0 if clipped else pytest.approx(-advantage))
     assert active.item() is clipped
 
 
@@ -61,7 +63,8 @@ def test_l4_importance_weights_are_capped_and_carry_no_gradient():
     ratios = numbers(1.0, 3.0, 0.25, 1.6487)
     proximal = ratios.log().requires_grad_()
     current = numbers(0, 0, 0, 0, grad=True)
-    made = policy_loss(current, proximal, numbers(0, 0, 0, 0), numbers(1, 1, 1, 1), AlgoSettings(importance_cap=2.0))
+    tokens = tokens_of(current, proximal, numbers(0, 0, 0, 0), numbers(1, 1, 1, 1))
+    made = policy_loss(tokens, AlgoSettings(importance_cap=2.0))
     assert made.weight.tolist() == pytest.approx([1, 2, 0.25, 1.6487])
     assert made.importance.tolist() == pytest.approx([1, 3, 0.25, 1.6487])
     made.loss.sum().backward()
@@ -75,35 +78,37 @@ def test_l4_effective_sample_size():
 
 def test_l5_decoupled_loss_and_its_naive_form():
     tokens = numbers(-0.8), numbers(-1.0), numbers(-1.5), numbers(1)
-    decoupled = policy_loss(*tokens, AlgoSettings(**SYMMETRIC, importance_cap=10.0))
+    decoupled = policy_loss(tokens_of(*tokens), AlgoSettings(**SYMMETRIC, importance_cap=10.0))
     assert decoupled.loss.item() == pytest.approx(-1.97847, abs=1e-5)
-    coupled = policy_loss(*tokens, AlgoSettings(**SYMMETRIC, importance_cap=0.0))
+    coupled = policy_loss(tokens_of(*tokens), AlgoSettings(**SYMMETRIC, ratio="behaviour", correction="none"))
     assert coupled.loss.item() == pytest.approx(-1.2)
 
 
 def test_at_the_start_of_a_step_the_gradient_is_that_of_truncated_importance_sampling():
     current = numbers(-0.8, -2.0, -0.1, grad=True)
     behaviour, advantages = numbers(-1.5, -1.9, -0.1), numbers(1, -2, 0.5)
-    policy_loss(current, current, behaviour, advantages, AlgoSettings(importance_cap=1.5)).loss.sum().backward()
+    tokens = tokens_of(current, current, behaviour, advantages)
+    policy_loss(tokens, AlgoSettings(importance_cap=1.5)).loss.sum().backward()
     weight = (current.detach() - behaviour).exp().clamp(max=1.5)
     assert current.grad.tolist() == pytest.approx((-weight * advantages).tolist())
 
 
-def test_without_a_cap_the_correction_is_in_the_ratio():
+def test_against_the_behaviour_the_correction_is_in_the_ratio():
     current, behaviour = numbers(-1.0, grad=True), numbers(-1.1)
-    policy_loss(current, current, behaviour, numbers(1), AlgoSettings(importance_cap=0.0)).loss.sum().backward()
+    settings = AlgoSettings(ratio="behaviour", correction="none")
+    policy_loss(tokens_of(current, current, behaviour, numbers(1)), settings).loss.sum().backward()
     assert current.grad.item() == pytest.approx(-math.exp(0.1))
 
 
 def test_a_ratio_beyond_all_measure_stays_finite():
-    made = policy_loss(numbers(0.0), numbers(0.0), numbers(-1e6), numbers(-1), AlgoSettings())
+    made = policy_loss(tokens_of(numbers(0.0), numbers(0.0), numbers(-1e6), numbers(-1)), AlgoSettings())
     assert made.loss.isfinite().all()
     assert made.importance.isfinite().all()
 
 
 def test_l6_kl_estimates():
-    k1, k2, k3 = kl_estimates(numbers(-1.0), numbers(-1.5))
-    assert (k1.item(), k2.item(), k3.item()) == pytest.approx((0.5, 0.125, 0.10653), abs=1e-5)
+    made = kl_estimates(numbers(-1.0), numbers(-1.5))
+    assert tuple(made[name].item() for name in ("k1", "k2", "k3")) == pytest.approx((0.5, 0.125, 0.10653), abs=1e-5)
 
 
 def test_l6_the_penalty_has_the_value_of_k3_and_the_gradient_of_the_true_kl():
@@ -118,8 +123,8 @@ def test_l6_the_penalty_has_the_value_of_k3_and_the_gradient_of_the_true_kl():
     logprobs = logits.log_softmax(-1)
     true = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits)[0].tolist()
     reverse = torch.autograd.grad((reference.exp() * (reference - logits.log_softmax(-1))).sum(), logits)[0].tolist()
-    assert gradient(lambda lp: kl_estimates(lp, reference)[0]) == pytest.approx([0, 0, 0], abs=1e-12)
-    assert gradient(lambda lp: kl_estimates(lp, reference)[2]) == pytest.approx(reverse)
+    assert gradient(lambda lp: kl_estimates(lp, reference)["k1"]) == pytest.approx([0, 0, 0], abs=1e-12)
+    assert gradient(lambda lp: kl_estimates(lp, reference)["k3"]) == pytest.approx(reverse)
     assert gradient(lambda lp: kl_penalty(lp, reference)) == pytest.approx(true)
     assert true != pytest.approx(reverse, abs=1e-2)
     assert kl_penalty(numbers(-1.0), numbers(-1.5)).item() == pytest.approx(0.10653, abs=1e-5)
@@ -200,7 +205,8 @@ def test_gradient_agrees_with_finite_differences():
         proximal = action_logprobs(model, packed, 0.7)[0] + numbers(0.05, -0.4, 0.1, 0.5, 0.02, -0.01)
 
     def loss():
-        return policy_loss(action_logprobs(model, packed, 0.7)[0], proximal, behaviour, advantages, settings).loss.sum()
+        return policy_loss(tokens_of(action_logprobs(model, packed, 0.7)[0], proximal, behaviour, advantages),
+                           settings).loss.sum()
 
     names = dict(model.named_parameters())
     gradients = dict(zip(names, torch.autograd.grad(loss(), list(names.values())), strict=True))

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rollart.backends.torch.runner import Runner
-from rollart.backends.torch.transformer import ModelConfig, Transformer
+from rollart.backends.torch.shapes import ModelConfig
+from rollart.backends.torch.transformer import Transformer
 
 
 def shaped(**shape):
@@ -14,7 +15,9 @@ def shaped(**shape):
 
 @pytest.mark.parametrize("config", [
     shaped(), shaped(out_bias=True, qkv_bias=True, tied=True), shaped(family="qwen2", qkv_bias=True, kv_heads=4),
-    shaped(family="qwen3", qk_norm=True, head_dim=16, kv_heads=1)], ids=["llama", "biases", "qwen2", "qwen3"])
+    shaped(family="qwen3", qk_norm=True, head_dim=16, kv_heads=1),
+    shaped(family="qwen3_moe", qk_norm=True, mlp=24, experts=6, experts_per_token=2, norm_topk=True)],
+    ids=["llama", "biases", "qwen2", "qwen3", "mixture"])
 def test_prefill_in_chunks_and_decode_equal_one_pass(config):
     torch.manual_seed(0)
     model = Transformer(config)
@@ -35,7 +38,7 @@ def test_prefill_in_chunks_and_decode_equal_one_pass(config):
         runner.move(0, 5, 50)
         kept = runner.take(5, 50)
         runner.prefill([0], [0], [parts[1][:9]])  # row 0 is someone else's meanwhile
-        runner.put(0, kept)
+        runner.put(0, kept, 50)
         runner.prefill([2, 0], [55, 50], [parts[2][55:110], parts[0][50:190]])
         filled = [190, 5, 110]
         for _ in range(5):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rollart.backends.torch.settings import SmallModel
-from rollart.backends.torch.transformer import ModelConfig, Transformer, packing, small_model
+from rollart.backends.torch.shapes import ModelConfig
+from rollart.backends.torch.transformer import Transformer, packing, small_model
 from rollart.core.errors import ConfigError
 
 TINY = SmallModel(layers=2, width=32, heads=4, kv_heads=2, mlp=32, vocabulary=50)
@@ -106,7 +107,7 @@ def test_a_small_model_that_cannot_be_is_refused(change, message):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"model_type": "gpt2"}, "one of llama, qwen2, qwen3; config.json has 'gpt2'"),
+    ({"model_type": "gpt2"}, "one of llama, qwen2, qwen3, qwen3_moe; config.json has 'gpt2'"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
     ({"use_sliding_window": True}, "use_sliding_window = True is not supported"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -1,8 +1,9 @@
 """Chats as tokens: the byte tokenizer of small models, and the tokenizer of a checkpoint folder.
 
 Keeps true: a conversation only ever grows (T1): `prompt` renders the first turn, `reply` what follows a completion, and
-no sampled token is decoded and encoded again. A sampled stop token belongs to the action; after an action that was cut
-by length the template's end stands in the reply (T3).
+no sampled token is decoded and encoded again; where history is to be rewritten, `fork` says so and gives the whole new
+context. A sampled stop token belongs to the action; after an action that was cut by length the template's end stands in
+the reply (T3).
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollart.backends.torch.settings import ChatSettings
 from rollart.core.errors import ConfigError
 from rollart.core.tokens import Text, Tokens, ids
 from rollart.core.types import Completion, Finish, Message
+from rollart.envs.tool_calls import translate
 
 ROLES = ("system", "user", "assistant", "tool")
 _SPECIALS = ("<|pad|>", *(f"<|{role}|>" for role in ROLES), "<|end|>")
@@ -37,6 +41,7 @@ class Chat(Protocol):
     def vocabulary_size(self) -> int: ...
     def prompt(self, messages: Sequence[Message]) -> Tokens: ...
     def reply(self, completion: Completion, messages: Sequence[Message]) -> Tokens: ...
+    def fork(self, history: Sequence[Message], context: Tokens) -> Tokens | None: ...
     def text(self, completion: Completion) -> Text: ...
     def action(self, text: str) -> array[int]:
         """An assistant's reply as the policy would sample it, with its stop token: for demonstrations."""
@@ -80,6 +85,9 @@ class ByteChat:
         out = ids() if completion.finish is Finish.STOP else ids([_END])
         out.extend(self.prompt(messages))
         return out
+
+    def fork(self, history: Sequence[Message], context: Tokens) -> None:
+        """Past turns stay as they were."""
 
     def text(self, completion: Completion) -> Text:
         """The action as text, without its stop token; broken UTF-8 becomes replacement characters."""
@@ -131,19 +139,15 @@ class HFChat:
     """The tokenizer and chat template of a Hugging Face folder, applied in pieces.
 
     A reply is the template's rendering of (user, placeholder, new messages) from the placeholder on, so earlier turns
-    keep their exact ids; also reasoning that the template would leave out of its history. A template whose generation
-    prompt is not how it renders a past assistant's turn (say, one that opens a reasoning block only while generating)
-    has no such pieces: ConfigError.
+    keep their exact ids, reasoning included, whatever the template would make of them in its history. With
+    `reasoning = "drop"` past turns are rendered anew without their reasoning, and the trajectory forks. Tool calls are
+    translated between the model's format and that of tasks.
     """
 
-    def __init__(self, folder: Path | str) -> None:
-        self._folder = Path(folder)
+    def __init__(self, folder: Path | str, settings: ChatSettings | None = None) -> None:
+        self._folder, self._settings = Path(folder), settings or ChatSettings()
         self._tokenizer = _tokenizer(self._folder)
-        first, whole = self._render(_AGAIN[:1]), self._render(_AGAIN)
-        if not whole.startswith(first + _SPEECH):
-            raise ConfigError(f"the chat template of {self._folder} rewrites history: it renders a past assistant turn "
-                              "otherwise than its generation prompt; set a template that keeps past turns as they were")
-        glue = self._encode(whole.split(_SPEECH, 1)[1])
+        glue = self._encode(self._after_speech(_AGAIN))
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         end = next((token for token in glue if token in special), None)
         if end is None:
@@ -153,24 +157,43 @@ class HFChat:
         self.padding: int = end if padding is None else padding
         self.vocabulary_size = len(self._tokenizer)
 
+    def _after_speech(self, messages: Sequence[Message]) -> str:
+        """What the template writes behind the placeholder, the only assistant's turn of `messages`."""
+        before, found, after = self._render(messages).rpartition(_SPEECH)
+        if not found or _SPEECH in before:
+            raise ConfigError(f"the chat template of {self._folder} does not write a past assistant's words once")
+        return after
+
     def prompt(self, messages: Sequence[Message]) -> Tokens:
         """The template's prompt with its generation header. Raises ConfigError when the template refuses it."""
         return ids(self._encode(self._render(messages)))
 
     def reply(self, completion: Completion, messages: Sequence[Message]) -> Tokens:
         """The template's glue, without its end where that was sampled; the new messages; the next header."""
-        whole = self._render([*_AGAIN[:2], *messages])
-        glue = self._encode(whole.split(_SPEECH, 1)[1])
+        glue = self._encode(self._after_speech([*_AGAIN[:2], *messages]))
         if completion.finish is Finish.STOP:
             glue = glue[glue.index(self.stop[0]) + 1:]
         return ids(glue)
 
+    def fork(self, history: Sequence[Message], context: Tokens) -> Tokens | None:
+        """The history rendered anew where that reads otherwise than `context`; never with reasoning = "keep"."""
+        if self._settings.reasoning == "keep":
+            return None
+        whole = self._render([replace(message, content=self._native(_answer(_real(message.content))))
+                              if message.role == "assistant" else message for message in history])
+        assert isinstance(context, array)
+        return None if whole == self.decode(context) else ids(self._encode(whole))
+
     def text(self, completion: Completion) -> Text:
-        """The action as text, without its stop token."""
-        return self.decode(_spoken(completion))
+        """The action as text, without its stop token; tool calls as tags."""
+        return translate(self.decode(_spoken(completion)), self._settings.tools, "tags")
 
     def action(self, text: str) -> array[int]:
-        return ids([*self._encode(text), self.stop[0]])
+        return ids([*self._encode(self._native(text)), self.stop[0]])
+
+    def _native(self, text: str) -> str:
+        """With tool calls as the model writes them."""
+        return translate(text, "tags", self._settings.tools)
 
     def decode(self, tokens: Iterable[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -198,7 +221,13 @@ class HFChat:
         return [end for end in (self._tokenizer.eos_token_id, *listed) if end is not None]
 
 
-def load_chat(folder: Path | str) -> ByteChat | HFChat:
+def _answer(text: str) -> str:
+    """What follows the reasoning; all of a text without any. A header may have opened the reasoning."""
+    _, found, after = text.rpartition("</think>")
+    return after.lstrip("\n") if found else text
+
+
+def load_chat(folder: Path | str, settings: ChatSettings | None = None) -> ByteChat | HFChat:
     """The chat of a checkpoint folder: ByteChat where `ByteChat.save` wrote it, else HFChat. Raises ConfigError."""
     folder = Path(folder)
     try:
@@ -208,7 +237,7 @@ def load_chat(folder: Path | str) -> ByteChat | HFChat:
                           ) from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{folder / 'tokenizer_config.json'} is not JSON: {error}") from None
-    return ByteChat() if config.get("byte_chat") else HFChat(folder)
+    return ByteChat() if config.get("byte_chat") else HFChat(folder, settings)
 
 
 def _tokenizer(folder: Path) -> Any:

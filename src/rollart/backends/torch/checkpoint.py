@@ -7,6 +7,7 @@ hold exactly the tensors of its config is refused by name.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollart.backends.torch.transformer import ModelConfig, Transformer
+from rollart.backends.torch.lora import plain_state
+from rollart.backends.torch.shapes import ModelConfig
+from rollart.backends.torch.transformer import Transformer
 from rollart.backends.torch.weights import load_into
 from rollart.core.errors import ConfigError
 
@@ -48,10 +51,11 @@ def load_model(folder: Path | str, device: str | torch.device = "cpu",
 
 
 def save_model(model: Transformer, folder: Path | str, chat: SavedChat) -> None:
-    """Write config, weights, generation defaults, tokenizer and chat template into `folder` (made if missing)."""
+    """Write config, weights (adapters merged in), generation defaults, tokenizer and chat template into `folder` (made
+    if missing)."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in plain_state(model).items()}
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     ends = {"eos_token_id": list(chat.stop), "pad_token_id": chat.padding, "bos_token_id": None}
     _write_json(folder / "config.json", {**model.config.to_hf(), "dtype": dtype, **ends})
@@ -99,3 +103,13 @@ def _tensors(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
     for name in derived:
         tensors.pop(name, None)
     return tensors
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync every file below `folder`, and the folders themselves: what is there survives a power cut."""
+    for path in [*sorted(folder.rglob("*")), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

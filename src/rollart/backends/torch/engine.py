@@ -4,14 +4,7 @@ Between two steps the thread takes commands (new request, abort, release, suspen
 prefill for requests that lack keys and values, and one decode for all that do not. Keeps true: no request reads KV of
 an older version than its own weights, and a version never goes back (I5); a token's version is that of the weights it
 was sampled with (T5); draws belong to the request, not to the batch; each request ends in a completion, an abort or
-EngineLost. Waits for commands when it has nothing to do, at most a second at a time.
-
-A request, its ids and what of them lies in its KV row (`filled`); pending = len(ids) - filled:
-
-    waiting   no row yet: rows or the KV budget are taken
-    prefill   pending > 1     after admission, or after new weights (filled = 0)
-    decode    pending = 1     the last id goes through the model, the next one is sampled
-    parked    the turn has ended: its KV is copied out of the row, kept for the next turn or until it must go
+EngineLost. Waits for commands when it has nothing to do, at most a second at a time. `turns` has what it works on.
 """
 
 from __future__ import annotations
@@ -22,81 +15,19 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
 from rollart.backends.torch.runner import Runner
 from rollart.backends.torch.sampling import Rows, sample
 from rollart.backends.torch.settings import EngineSettings
 from rollart.backends.torch.threads import choose_device, claim
 from rollart.backends.torch.transformer import Transformer
+from rollart.backends.torch.turns import Batch, EngineStats, Parked, Running, answer, call_soon, ignore
 from rollart.backends.torch.weights import MemoryWeights
 from rollart.core.errors import ConfigError, EngineLost, InvariantViolated
-from rollart.core.tokens import floats
 from rollart.core.types import Completion, Finish, GenerateRequest, Manifest, TrajectoryId, Version
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counts since the engine was made. Tokens: sampled, prefilled (recomputed ones too), and taken from kept KV."""
-
-    generated: int
-    prefilled: int
-    reused: int
-    busy_seconds: float
-    running: int
-    waiting: int
-    kv_tokens: int
-
-
-@dataclass(slots=True, eq=False)
-class _Turn:
-    """One request on its way through the engine."""
-
-    request: GenerateRequest
-    limit: int  # most tokens to sample
-    ids: array[int]  # context and what was sampled
-    done: Callable[[Completion | Exception], None]
-    draws: random.Random
-    filled: int = 0
-    keep: bool = True
-    logprobs: array[float] = field(default_factory=floats)
-    segments: list[tuple[Version, int]] = field(default_factory=list)
-
-    @property
-    def pending(self) -> int:
-        return len(self.ids) - self.filled
-
-    @property
-    def reserved(self) -> int:
-        """Most tokens of keys and values it can come to hold."""
-        return len(self.request.context) + self.limit
-
-    def completion(self, finish: Finish, engine: str, version: Version) -> Completion:
-        return Completion(tokens=self.ids[len(self.request.context):], logprobs=self.logprobs, finish=finish,
-                          segments=tuple(self.segments) or ((version, 0),), engine=engine)
-
-
-@dataclass(slots=True)
-class _Parked:
-    """KV kept between turns: of `ids`, of the current weights."""
-
-    ids: array[int]
-    kv: Tensor
-
-
-@dataclass(slots=True)
-class _Batch:
-    """What stays the same from one decode step to the next while no row changes; tensors [rows in use]."""
-
-    turns: list[tuple[int, _Turn]]  # rows that decode
-    rows: Rows
-    tokens: Tensor
-    positions: Tensor
-    advance: Tensor  # 1 where a row decodes, 0 where it rests at the scratch position
 
 
 class EmbeddedEngine:
@@ -130,12 +61,12 @@ class EmbeddedEngine:
 
     def _clear(self) -> None:
         self._commands.clear()
-        self._waiting: deque[_Turn] = deque()
-        self._rows: list[_Turn | None] = [None] * self._settings.max_concurrent
-        self._parked: dict[TrajectoryId, _Parked] = {}  # least recently used first
-        self._batch: _Batch | None = None
+        self._waiting: deque[Running] = deque()
+        self._rows: list[Running | None] = [None] * self._settings.max_concurrent
+        self._parked: dict[TrajectoryId, Parked] = {}  # least recently used first
+        self._batch: Batch | None = None
         self._version: Version | None = None
-        self._refuse = _ignore
+        self._refuse = ignore
         self._suspended = self._closing = False
         self._runner.clear()
 
@@ -196,8 +127,8 @@ class EmbeddedEngine:
                              f"engine {self._id} is lost: {self._lost}")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        turn = _Turn(request, min(request.max_tokens, self._context - len(context)), context[:],
-                     lambda result: _answer(loop, future, result), random.Random(request.seed))
+        turn = Running(request, min(request.max_tokens, self._context - len(context)), context[:],
+                     lambda result: answer(loop, future, result), random.Random(request.seed))
         self._post(lambda: self._add(turn), turn.done)
         try:
             return await future
@@ -231,7 +162,7 @@ class EmbeddedEngine:
         """
         with self._wake:
             if self._lost is None:
-                self._commands.append((command, refuse or _ignore))
+                self._commands.append((command, refuse or ignore))
                 self._wake.notify()
                 return
         if refuse:
@@ -246,10 +177,10 @@ class EmbeddedEngine:
             try:
                 command()
             except (EngineLost, InvariantViolated) as error:
-                _answer(loop, future, error)
+                answer(loop, future, error)
             else:
-                _answer(loop, future, None)
-        self._post(obey, lambda error: _answer(loop, future, error))
+                answer(loop, future, None)
+        self._post(obey, lambda error: answer(loop, future, error))
         try:
             async with asyncio.timeout(self._settings.answer_seconds):
                 await future
@@ -258,13 +189,13 @@ class EmbeddedEngine:
 
     # Commands, on the engine's thread between two steps.
 
-    def _add(self, turn: _Turn) -> None:
+    def _add(self, turn: Running) -> None:
         if turn.limit <= 0:
             turn.done(turn.completion(Finish.LENGTH, self._id, self._version or 0))
         else:
             self._waiting.append(turn)
 
-    def _abort(self, turn: _Turn) -> None:
+    def _abort(self, turn: Running) -> None:
         if turn in self._waiting:
             self._waiting.remove(turn)
         elif turn in self._rows:
@@ -325,14 +256,14 @@ class EmbeddedEngine:
                 turn.done(violated or EngineLost(message, partial))
         if not self._closing:
             for watcher in self._watchers:
-                _call(self._loop, watcher, self._id)
+                call_soon(self._loop, watcher, self._id)
 
     def _step(self) -> bool:
         """Take commands, then prefill and decode. False when there was nothing to do."""
         while self._commands:
             command, self._refuse = self._commands.popleft()
             command()
-        self._refuse = _ignore
+        self._refuse = ignore
         if self._suspended or self._closing or self._version is None:
             return False
         if self._waiting:
@@ -364,7 +295,7 @@ class EmbeddedEngine:
             self._runner.reserve(row + 1, turn.reserved)
             if parked and turn.ids[:len(parked.ids)] == parked.ids:
                 turn.filled = min(len(parked.ids), len(turn.ids) - 1)
-                self._runner.put(row, parked.kv[:, :, :, :turn.filled])
+                self._runner.put(row, parked.kept, turn.filled)
                 self._reused += turn.filled
             self._rows[row] = self._waiting.popleft()
             self._batch = None
@@ -403,14 +334,14 @@ class EmbeddedEngine:
                 self._rows[hole], self._rows[row] = turn, None
         return used
 
-    def _build(self) -> _Batch | None:
+    def _build(self) -> Batch | None:
         used = self._compact()
         rows = [turn if turn is not None and turn.pending == 1 else None for turn in self._rows[:used]]
         turns = [(row, turn) for row, turn in enumerate(rows) if turn is not None]
         if not turns:
             return None
         device, scratch = self._runner.device, self._runner.scratch
-        return _Batch(
+        return Batch(
             turns, Rows.of([turn.request.sampling for turn in self._rows[:used] if turn is not None],
                            self._runner.config.vocabulary, device),
             torch.tensor([turn.ids[-1] if turn else 0 for turn in rows], device=device),
@@ -446,14 +377,14 @@ class EmbeddedEngine:
                 self._end(row, turn, Finish.LENGTH)
         return True
 
-    def _end(self, row: int, turn: _Turn, finish: Finish) -> None:
+    def _end(self, row: int, turn: Running, finish: Finish) -> None:
         self._rows[row] = None
         self._batch = None
         if turn.keep:
             trajectory = turn.request.trajectory
             self._parked.pop(trajectory, None)  # so that it comes last
-            self._parked[trajectory] = _Parked(turn.ids[:turn.filled], self._runner.take(row, turn.filled))
-        turn.done(turn.completion(finish, self._id, self._version or 0))
+            self._parked[trajectory] = Parked(turn.ids[:turn.filled], self._runner.take(row, turn.filled))
+        turn.done(turn.completion(finish, self._id, self._version or 0, self._runner.routes(row, turn.filled)))
 
     def check(self) -> None:
         """Raises InvariantViolated when rows, KV and budget do not add up. Call it while the engine is suspended."""
@@ -465,30 +396,6 @@ class EmbeddedEngine:
                 raise InvariantViolated(f"engine {self._id}: {turn.filled} filled of {len(turn.ids)} ids, "
                                         f"{turn.reserved} reserved")
         for trajectory, parked in self._parked.items():
-            if parked.kv.shape[3] != len(parked.ids):
-                raise InvariantViolated(f"engine {self._id}: KV of {parked.kv.shape[3]} for {len(parked.ids)} ids of "
+            if len(parked.kept) != len(parked.ids):
+                raise InvariantViolated(f"engine {self._id}: KV of {len(parked.kept)} for {len(parked.ids)} ids of "
                                         f"{trajectory}")
-
-
-def _ignore(error: Exception) -> None:
-    """For commands whose callers do not wait."""
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
-    """Run on the loop; a loop that is closed has nobody left to hear it."""
-    try:
-        loop.call_soon_threadsafe(function, *arguments)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
-
-
-def _answer(loop: asyncio.AbstractEventLoop, future: asyncio.Future, result: object) -> None:
-    """Resolve a future from the engine's thread; one that was cancelled meanwhile stays so."""
-    def resolve() -> None:
-        if not future.done():
-            if isinstance(result, Exception):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
-    _call(loop, resolve)

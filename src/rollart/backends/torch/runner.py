@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollart.backends.torch.transformer import ModelConfig, Transformer, rotary, rotate
+from rollart.backends.torch.moe import Experts, Routing
+from rollart.backends.torch.shapes import ModelConfig
+from rollart.backends.torch.transformer import Transformer, rotary, rotate
 from rollart.backends.torch.weights import load_into
 
 
@@ -45,11 +47,23 @@ class _Layer:
     qkv_bias: Tensor | None
     out: Tensor
     out_bias: Tensor | None
-    gate_up: Tensor
-    down: Tensor
+    mixture: Experts | None
+    gate_up: Tensor | None  # without a mixture, these two
+    down: Tensor | None
     before: _Norm
     after: _Norm
     queries_and_keys: _Norm | None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a row holds of its first L positions: keys and values [layers, 2, K, L, Dh], experts [L, layers, k]."""
+
+    kv: Tensor
+    routes: Tensor
+
+    def __len__(self) -> int:
+        return self.kv.shape[3]
 
 
 def _fuse(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
@@ -78,12 +92,14 @@ class Runner:
 
     def _layer(self, layer: torch.nn.Module) -> _Layer:
         attention, mlp, eps = layer.self_attn, layer.mlp, self.config.norm_eps
+        mixture = mlp if isinstance(mlp, Experts) else None
         inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
         return _Layer(
             qkv=_fuse([part.weight for part in inputs]),
             qkv_bias=_fuse([part.bias for part in inputs]) if self.config.qkv_bias else None,
             out=attention.o_proj.weight.data.t(), out_bias=attention.o_proj.bias,
-            gate_up=_fuse([mlp.gate_proj.weight, mlp.up_proj.weight]), down=mlp.down_proj.weight.data.t(),
+            mixture=mixture, gate_up=None if mixture else _fuse([mlp.gate_proj.weight, mlp.up_proj.weight]),
+            down=None if mixture else mlp.down_proj.weight.data.t(),
             before=_Norm([layer.input_layernorm.weight], eps),
             after=_Norm([layer.post_attention_layernorm.weight], eps),
             queries_and_keys=_Norm([attention.q_norm.weight] * self.config.heads
@@ -101,7 +117,7 @@ class Runner:
 
     def clear(self) -> None:
         """Forget every row."""
-        self._kv = torch.zeros(0)
+        self._kv, self._routes = torch.zeros(0), torch.zeros(0)
         self.capacity = (0, 0)
 
     def reserve(self, rows: int, length: int) -> None:
@@ -116,7 +132,11 @@ class Runner:
                             dtype=self.dtype, device=self.device)
         if old_rows:
             grown[:, :, :old_rows, :, :old_length] = self._kv
-        self._kv, self.capacity = grown, (new_rows, new_length)
+        routes = torch.zeros(new_rows, new_length, config.layers, config.experts_per_token, dtype=torch.uint8,
+                             device=self.device)
+        if old_rows:
+            routes[:old_rows, :old_length] = self._routes
+        self._kv, self._routes, self.capacity = grown, routes, (new_rows, new_length)
         self._flat = [layer.view(-1, config.head_dim) for layer in grown]
         shape = (2, new_rows, config.kv_heads)
         starts = torch.arange(math.prod(shape), device=self.device).view(shape) * new_length
@@ -127,15 +147,22 @@ class Runner:
         """The position that padding is written to; never attended to by a live row."""
         return self.capacity[1] - 1
 
-    def take(self, row: int, length: int) -> Tensor:
-        """A copy of the first `length` positions of a row, [layers, 2, K, length, Dh]."""
-        return self._kv[:, :, row, :, :length].clone()
+    def take(self, row: int, length: int) -> Kept:
+        """A copy of what the first `length` positions of a row hold."""
+        return Kept(self._kv[:, :, row, :, :length].clone(), self._routes[row, :length].clone())
 
-    def put(self, row: int, kept: Tensor) -> None:
-        self._kv[:, :, row, :, :kept.shape[3]] = kept
+    def put(self, row: int, kept: Kept, length: int) -> None:
+        """Give a row the first `length` positions of what was taken."""
+        self._kv[:, :, row, :, :length] = kept.kv[:, :, :, :length]
+        self._routes[row, :length] = kept.routes[:length]
 
     def move(self, source: int, target: int, length: int) -> None:
         self._kv[:, :, target, :, :length] = self._kv[:, :, source, :, :length]
+        self._routes[target, :length] = self._routes[source, :length]
+
+    def routes(self, row: int, length: int) -> bytes:
+        """The experts of the first `length` positions of a row, as a Completion has them."""
+        return self._routes[row, :length].cpu().numpy().tobytes() if self.config.experts else b""
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int, even: bool) -> Tensor:
         """Logits [n, V] of one token for each of the first n rows; tokens, positions [n].
@@ -174,14 +201,15 @@ class Runner:
         """Hidden states [n * t, D] of tokens, positions [n * t], written to `places` [n * t, 2K] of the flat rows.
 
         `index`: which rows, or None for the first n. Without `last` only what later tokens need is computed: the last
-        layer stops at its keys and values.
+        layer stops at its keys and values. A mixture's last layer is computed whole: its experts are recorded.
         """
-        config = self.config
+        config, routing = self.config, Routing()
+        last = last or bool(config.experts)
         heads, kv_heads, width = config.heads, config.kv_heads, config.head_dim
         t, groups, scale, beta = len(tokens) // n, heads // kv_heads, width ** -0.5, 0.0 if mask is None else 1.0
         mask = self._nothing if mask is None else mask
         x = F.embedding(tokens, self.model.model.embed_tokens.weight)
-        cos, sin, places = self._cos[positions], self._sin[positions], places.flatten()
+        cos, sin, flat = self._cos[positions], self._sin[positions], places.flatten()
         for i, layer in enumerate(self._layers):
             mixed = F.linear(layer.before(x), layer.qkv, layer.qkv_bias).view(n * t, heads + 2 * kv_heads, width)
             turned = mixed[:, :heads + kv_heads]
@@ -189,7 +217,7 @@ class Runner:
                 turned = layer.queries_and_keys(turned)
             turned = rotate(turned, cos, sin)
             self._flat[i].index_copy_(
-                0, places, torch.cat([turned[:, heads:], mixed[:, heads + kv_heads:]], 1).view(-1, width))
+                0, flat, torch.cat([turned[:, heads:], mixed[:, heads + kv_heads:]], 1).view(-1, width))
             if i == len(self._layers) - 1 and not last:
                 break
             keys, values = self._kv[i, :, :n, :, :longest] if index is None else (
@@ -201,6 +229,13 @@ class Runner:
             x = torch.addmm(x, seen.permute(0, 3, 1, 2, 4).reshape(n * t, heads * width), layer.out)
             if layer.out_bias is not None:
                 x += layer.out_bias
-            gate, up = F.linear(layer.after(x), layer.gate_up).chunk(2, -1)
-            x = torch.addmm(x, F.silu(gate).mul_(up), layer.down)
+            if layer.mixture is not None:
+                x = x + layer.mixture(layer.after(x), routing, i)
+            else:
+                gate, up = F.linear(layer.after(x), layer.gate_up).chunk(2, -1)
+                x = torch.addmm(x, F.silu(gate).mul_(up), layer.down)
+        if config.experts:
+            rows = self._range[:n] if index is None else index
+            self._routes[rows.repeat_interleave(t), positions] = torch.stack(
+                [routing.chosen[i] for i in range(config.layers)], 1).to(torch.uint8)
         return x

@@ -20,6 +20,7 @@ class SmallModel:
     family: `qwen3` or `llama`. layers, heads, kv_heads: counts; heads is a multiple of kv_heads.
     width: hidden width; it is a multiple of 2 * heads. mlp: inner width of the feed-forward part.
     vocabulary: number of token ids (the byte tokenizer has 262). context_tokens: longest context in tokens.
+    experts: per layer, each of inner width `mlp` (0: no mixture); a token takes experts_per_token of them.
     """
 
     family: str = "qwen3"
@@ -30,8 +31,15 @@ class SmallModel:
     mlp: int = 384
     vocabulary: int = 262
     context_tokens: int = 1024
+    experts: int = 0
+    experts_per_token: int = 0
 
     def __post_init__(self) -> None:
+        if self.experts and (self.family != "qwen3" or not 0 < self.experts_per_token <= self.experts <= 255):
+            raise ValueError(f"experts = {self.experts} needs family = 'qwen3', at most 255 of them, and "
+                             f"experts_per_token from 1 to experts; got {self.family!r} and {self.experts_per_token}")
+        if self.experts_per_token and not self.experts:
+            raise ValueError(f"experts_per_token = {self.experts_per_token} is used by nothing with experts = 0")
         if self.family not in ("qwen3", "llama"):
             raise ValueError(f"family must be qwen3 or llama; got {self.family!r}")
         for name in ("layers", "width", "heads", "kv_heads", "mlp", "vocabulary", "context_tokens"):
@@ -88,6 +96,9 @@ class LearnerSettings:
         cores).
     precision: float32, bfloat16 (autocast; weights and log-probabilities stay float32), or auto: bfloat16 where the
         hardware has it. device: cpu, cuda, cuda:1, ..., or auto: cuda if there is one.
+    gradient_checkpointing: keep only each layer's input for the backward pass and compute the rest again: less memory,
+        about a third more time.
+    routing_replay: of a mixture of experts, train with the experts that the engine took where it recorded them.
     """
 
     learning_rate: float = 3e-4
@@ -104,6 +115,8 @@ class LearnerSettings:
     threads: int = 0
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"
+    gradient_checkpointing: bool = False
+    routing_replay: bool = True
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps"):
@@ -123,6 +136,39 @@ class LearnerSettings:
         check_schedule(self.schedule, self.warmup_steps, self.total_steps)
         if self.precision not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"precision must be auto, float32 or bfloat16; got {self.precision!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """Low-rank adapters (arXiv 2106.09685) on the model's projections; only they are trained and sent to the engines.
+
+    rank, alpha: W + alpha / rank * B A. targets: names of the projections that get one.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not self.alpha > 0:
+            raise ValueError(f"rank must be at least 1 and alpha above 0; got {self.rank} and {self.alpha:g}")
+        unknown = set(self.targets) - set(LoraSettings.__dataclass_fields__["targets"].default)
+        if unknown or not self.targets:
+            raise ValueError(f"targets must be some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; "
+                             f"got {', '.join(sorted(unknown)) or 'none'}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings:
+    """How a checkpoint folder's chat template is applied.
+
+    reasoning: keep (a past turn stays as it was sampled, reasoning included) or drop (it is rendered as the template
+    renders past turns, without what stands up to </think>, and the trajectory forks there). tools: how the model writes
+    tool calls: tags, hermes (Qwen too) or llama; tasks see and give them as tags (`rollart.envs.tool_calls`).
+    """
+
+    reasoning: Literal["keep", "drop"] = "keep"
+    tools: Literal["tags", "hermes", "llama"] = "tags"
 
 
 def check_schedule(schedule: str, warmup_steps: int, total_steps: int) -> None:

@@ -1,4 +1,4 @@
-"""The one decoder of the embedded engine and learner: Llama, Qwen2 and Qwen3 shapes.
+"""The one decoder of the embedded engine and learner: Llama, Qwen2, Qwen3 and Qwen3-MoE shapes.
 
 Keeps true: parameter names are the Hugging Face names of the same model, so that no mapping exists anywhere; sequences
 packed into one row never see each other (L8). Shapes: T tokens in all, D width, H heads, K key-value heads, Dh head
@@ -8,134 +8,17 @@ width, N sequences of a group, L their padded length.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from rollart.backends.torch.moe import MLP, Experts, Routing
 from rollart.backends.torch.settings import SmallModel
-from rollart.core.errors import ConfigError
-
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
-    """Rotary embedding: frequency base and its scaling (`default`, `linear` or `llama3`).
-
-    The scaling formulas are those of transformers' `modeling_rope_utils`: linear divides every frequency by `factor`;
-    llama3 divides the frequencies whose wavelength is long against `original` positions, and blends in between.
-    """
-
-    theta: float = 10_000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low: float = 1.0
-    high: float = 4.0
-    original: int = 8192
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Rope:
-        """From `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files. Raises ConfigError."""
-        given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        kind = given.get("rope_type", given.get("type", "default"))
-        if kind not in ("default", "linear", "llama3"):
-            raise ConfigError(f"rope scaling must be default, linear or llama3; config.json has {kind!r}")
-        try:
-            return cls(theta=float(given.get("rope_theta", config.get("rope_theta", 10_000.0))), kind=kind,
-                       **({"factor": float(given["factor"])} if kind != "default" else {}),
-                       **({"low": float(given["low_freq_factor"]), "high": float(given["high_freq_factor"]),
-                           "original": int(given["original_max_position_embeddings"])} if kind == "llama3" else {}))
-        except KeyError as missing:
-            raise ConfigError(f"rope scaling {kind!r} needs {missing} in config.json") from None
-
-    def to_hf(self) -> dict[str, Any]:
-        out: dict[str, Any] = {"rope_type": self.kind, "rope_theta": self.theta}
-        if self.kind != "default":
-            out["factor"] = self.factor
-        if self.kind == "llama3":
-            out |= {"low_freq_factor": self.low, "high_freq_factor": self.high,
-                    "original_max_position_embeddings": self.original}
-        return out
-
-    def frequencies(self, head_dim: int) -> Tensor:
-        """Radians per position, [Dh / 2], float32 on the CPU."""
-        powers = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
-        frequencies = 1.0 / (self.theta ** powers)
-        if self.kind == "linear":
-            return frequencies / self.factor
-        if self.kind == "llama3":
-            turns = self.original * frequencies / (2 * math.pi)
-            smooth = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
-            return (1 - smooth) * frequencies / self.factor + smooth * frequencies
-        return frequencies
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """The shape of a decoder. `qkv_bias`, `out_bias`: the attention projections have biases; `qk_norm`: Qwen3's."""
-
-    family: str
-    vocabulary: int
-    width: int
-    mlp: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    context_tokens: int
-    rope: Rope = Rope()
-    norm_eps: float = 1e-6
-    tied: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    qk_norm: bool = False
-
-    def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ConfigError(f"heads must be a multiple of kv_heads; got {self.heads} and {self.kv_heads}")
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim must be even for the rotary embedding; got {self.head_dim}")
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """From the content of a `config.json`. Raises ConfigError for what this decoder does not do."""
-        family = config.get("model_type")
-        if family not in FAMILIES:
-            raise ConfigError(f"model_type must be one of {', '.join(FAMILIES)}; config.json has {family!r}")
-        for key, allowed in (("hidden_act", ("silu",)), ("mlp_bias", (False,)), ("use_sliding_window", (False,)),
-                             ("quantization_config", ())):
-            if config.get(key) is not None and config[key] not in allowed:
-                raise ConfigError(f"{family} with {key} = {config[key]!r} is not supported")
-        bias = bool(config.get("attention_bias", False))
-        try:
-            return cls(family=family, vocabulary=config["vocab_size"], width=config["hidden_size"],
-                       mlp=config["intermediate_size"], layers=config["num_hidden_layers"],
-                       heads=config["num_attention_heads"],
-                       kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-                       head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-                       context_tokens=config["max_position_embeddings"], rope=Rope.from_hf(config),
-                       norm_eps=config.get("rms_norm_eps", 1e-6), tied=bool(config.get("tie_word_embeddings", False)),
-                       qkv_bias=family == "qwen2" or bias, out_bias=family != "qwen2" and bias,
-                       qk_norm=family == "qwen3")
-        except KeyError as missing:
-            raise ConfigError(f"config.json of a {family} model needs {missing}") from None
-
-    def to_hf(self) -> dict[str, Any]:
-        """The content of a `config.json` that transformers reads as the same model."""
-        return {
-            "architectures": [FAMILIES[self.family]], "model_type": self.family, "hidden_act": "silu",
-            "vocab_size": self.vocabulary, "hidden_size": self.width, "intermediate_size": self.mlp,
-            "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
-            "max_position_embeddings": self.context_tokens, "rms_norm_eps": self.norm_eps,
-            "rope_theta": self.rope.theta, "rope_parameters": self.rope.to_hf(),
-            "tie_word_embeddings": self.tied, "attention_dropout": 0.0,
-            **({} if self.family == "qwen2" else {"attention_bias": self.qkv_bias}),
-        }
+from rollart.backends.torch.shapes import ModelConfig, small_config
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -224,28 +107,18 @@ class Attention(nn.Module):
         return self.o_proj(torch.cat(outs)[packed.scatter])
 
 
-class MLP(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.width, config.mlp, bias=False)
-        self.up_proj = nn.Linear(config.width, config.mlp, bias=False)
-        self.down_proj = nn.Linear(config.mlp, config.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Layer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        self.mlp = Experts(config) if config.experts else MLP(config.width, config.mlp)
         self.input_layernorm = RMSNorm(config.width, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packing) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packing, routing: Routing, number: int) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, packed)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        hidden = self.post_attention_layernorm(x)
+        return x + (self.mlp(hidden, routing, number) if isinstance(self.mlp, Experts) else self.mlp(hidden))
 
 
 class Decoder(nn.Module):
@@ -266,9 +139,13 @@ class Transformer(nn.Module):
         if not config.tied:
             self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
         self._frequencies = config.rope.frequencies(config.head_dim)
+        self.checkpointing = False
+        """Compute each layer again in the backward pass instead of keeping what is inside it."""
 
-    def forward(self, ids: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Hidden states [T, D] of packed sequences. `ids`, `positions` [T] int64; `lengths` sum to T.
+    def forward(self, ids: Tensor, positions: Tensor, lengths: Sequence[int],
+                routing: Routing | None = None) -> Tensor:
+        """Hidden states [T, D] of packed sequences. `ids`, `positions` [T] int64; `lengths` sum to T; `routing`: which
+        experts to take, and what the routers said (mixtures of experts).
 
         Positions start again with each sequence. Raises ValueError when the lengths do not sum to T.
         """
@@ -277,9 +154,12 @@ class Transformer(nn.Module):
                              f"{len(positions)} positions")
         x = self.model.embed_tokens(ids)
         cos, sin = rotary(positions[:, None], self._frequencies.to(x.device), x.dtype)
-        packed = packing(lengths, x.device)
-        for layer in self.model.layers:
-            x = layer(x, cos, sin, packed)
+        packed, routing = packing(lengths, x.device), routing or Routing()
+        for number, layer in enumerate(self.model.layers):
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, packed, routing, number, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, packed, routing, number)
         return self.model.norm(x)
 
     @property
@@ -290,14 +170,6 @@ class Transformer(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] to [..., V]."""
         return F.linear(hidden, self.head)
-
-
-def small_config(small: SmallModel) -> ModelConfig:
-    """The shape of a small model: tied embeddings, query and key norms for qwen3."""
-    return ModelConfig(family=small.family, vocabulary=small.vocabulary, width=small.width, mlp=small.mlp,
-                       layers=small.layers, heads=small.heads, kv_heads=small.kv_heads,
-                       head_dim=small.width // small.heads, context_tokens=small.context_tokens, tied=True,
-                       qk_norm=small.family == "qwen3")
 
 
 def small_model(settings: SmallModel, seed: int) -> Transformer:

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from rollart.backends.torch.learner import apply_gradient, autocast, make_optimizer, rate_at, sync_folder
-from rollart.backends.torch.losses import action_logprobs, pack_sequences
+from rollart.backends.torch.checkpoint import sync_folder
+from rollart.backends.torch.optimizer import apply_gradient, autocast, make_optimizer, rate_at
+from rollart.backends.torch.scoring import action_logprobs, pack_sequences
 from rollart.backends.torch.settings import WarmStartSettings
 from rollart.backends.torch.transformer import Transformer
 from rollart.core.clock import stream
@@ -74,7 +75,7 @@ def _gradient(model: Transformer, count: int, part: Sequence[tuple[Sequence[int]
         logprobs, _ = action_logprobs(model, packed, 1.0)
     actions = torch.tensor(packed.counts, device=device)
     loss = -(logprobs / actions.repeat_interleave(actions)).sum() / count
-    return float(loss.detach()), torch.autograd.grad(loss, list(model.parameters()))
+    return float(loss.detach()), torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
 
 
 def _parts(members: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:

@@ -1,0 +1,57 @@
+"""How weights are stepped: learning rate schedule, precision of the forward pass, AdamW, gradient clipping.
+
+Keeps true: everything is a function of the step's number and the settings, so there is no schedule state to save.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def rate_at(step: int, schedule: str, warmup_steps: int, total_steps: int) -> float:
+    """The share of the learning rate that step 0, 1, 2, ... uses; 0 from `total_steps` on."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+    return 1.0 - done if schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """The context of a forward pass; `auto` takes bfloat16 where the hardware multiplies it natively."""
+    if precision == "auto":
+        if device.type == "cuda":
+            native = torch.cuda.is_bf16_supported()
+        else:
+            found = getattr(torch.cpu, "get_capabilities", dict)()
+            native = bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+        precision = "bfloat16" if native else "float32"
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
+
+
+def make_optimizer(model: torch.nn.Module, *, betas: tuple[float, float], eps: float,
+                   weight_decay: float) -> torch.optim.AdamW:
+    """AdamW, decaying matrices and not vectors. The learning rate is set before each step."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=eps, fused=True)
+
+
+def apply_gradient(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float, max_norm: float) -> float:
+    """One optimizer step at learning rate `rate`; returns the gradient's norm before clipping. Clears the gradient.
+
+    A norm that is not finite changes nothing.
+    """
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf))
+    if math.isfinite(norm):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
