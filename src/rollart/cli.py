@@ -296,7 +296,7 @@ def envs_play(
 @app.command()
 def algorithms(name: Annotated[str | None, typer.Argument(help="One algorithm, e.g. gspo.")] = None) -> None:
     """The algorithms, each as its block of a recipe, and the pieces they are made of: formula, source, defaults."""
-    with _clear_errors():
+    with clear_errors():
         from rollart.algo.listing import listing
 
         for style, line in listing(name):
