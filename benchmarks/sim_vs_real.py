@@ -159,7 +159,8 @@ def predicted(recipe: Recipe, cost: StepCost, watch: Watch, schedule: str, steps
         reward=RewardCost(cold_start_s=0.0), train=train_cost(watch), publish_s=statistics.fmean(watch.published),
         wasted_share=1.0)
     result = simulate(world, 0, [Waits()])
-    return result.step_seconds(), sum(idle[1:]) / (result.step_ends[-1] - result.step_ends[0])
+    seconds = (result.step_ends[-1] - result.step_ends[0]) / (steps - 1)  # the same steps as in the real run
+    return seconds, sum(idle[1:]) / (result.step_ends[-1] - result.step_ends[0])
 
 
 def main() -> None:

@@ -103,7 +103,7 @@ class SimResult:
     """What came out. ended: finished, or the expected error that ended the run. counts, tokens: trajectories and their
     sampled tokens by fate. seconds: virtual. busy: share of the time that each pool, the trainer ("train") and reward
     instances ("reward") worked. reward_seconds: instance-seconds. prefill_tokens, preempted: of all engines. step_ends:
-    when each step ended; step_tokens: what each trained. train_seconds: of all steps. staleness: mean of what was
+    when each step ended. bound: of staleness. train_seconds: of all steps. staleness: mean of what was
     trained, in versions."""
 
     digest: str
@@ -120,17 +120,15 @@ class SimResult:
     prefill_tokens: int
     preempted: int
     step_ends: tuple[float, ...]
-    step_tokens: tuple[int, ...]
+    bound: int
     train_seconds: float
     staleness: float
 
-    def step_seconds(self, skip: int = 1) -> float:
-        """Seconds of a step on average, the first `skip` left out (they fill the pipeline)."""
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step on average, those left out that train what was admitted at the start (bound + 1)."""
+        skip = min(self.bound + 1, len(self.step_ends) - 1)
         return (self.step_ends[-1] - self.step_ends[skip - 1]) / (len(self.step_ends) - skip)
-
-    def token_seconds(self, skip: int = 1) -> float:
-        """The same per trained token."""
-        return (self.step_ends[-1] - self.step_ends[skip - 1]) / sum(self.step_tokens[skip:])
 
 
 class _Steps:
@@ -138,14 +136,12 @@ class _Steps:
 
     def __init__(self) -> None:
         self.ends: list[float] = []
-        self.tokens: list[int] = []
         self.stale: Counter[int] = Counter()
 
     def on(self, at: float, event: Event) -> None:
         match event:
-            case StepEnded(report=report):
+            case StepEnded():
                 self.ends.append(at)
-                self.tokens.append(report.tokens)
             case BatchTaken(staleness=staleness):
                 self.stale.update(staleness)
 
@@ -321,7 +317,7 @@ def simulate(world: World, seed: int, subscribers: Sequence[Subscriber] = (), *,
                      reward_seconds=warm, cold_starts=run.scorer.cold_starts,
                      prefill_tokens=sum(unit.prefill_tokens for unit in units),
                      preempted=sum(unit.preempted for unit in units), step_ends=tuple(run.steps.ends),
-                     step_tokens=tuple(run.steps.tokens),
+                     bound=world.schedule.bound,
                      train_seconds=run.trainer.busy,
                      staleness=run.steps.stale.total() and sum(age * n for age, n in run.steps.stale.items())
                      / run.steps.stale.total())

@@ -48,7 +48,7 @@ class Placement:
         """Per hour, in hours of one H20."""
         return self.train_gpus * GPUS[self.train].price + sum(n * GPUS[k].price for k, (n, _) in self.pools.items())
 
-    def tables(self, base: Tables, part: int = 1, steps: int = 4) -> Tables:
+    def tables(self, base: Tables, part: int = 1) -> Tables:
         """The recipe of this placement, at 1/`part` of its size."""
         tables = {k: v for k, v in base.items() if k not in ("pools", "train", "name", "seed")}
         tables["train"] = {"gpu": self.train, "gpus": self.train_gpus // part}
@@ -62,7 +62,7 @@ class Placement:
         rollout["batch_groups"] = rollout.get("batch_groups", 16) // part
         tables["rollout"] = {**rollout, "spares": self.spares}
         tables["schedule"] = {"name": "rollart", "alpha": self.alpha}
-        tables["pipeline"] = {"steps": steps}
+        tables["pipeline"] = {"steps": self.alpha + 4}
         return tables
 
     def __str__(self) -> str:
@@ -143,19 +143,23 @@ class Search:
             self.known.update(zip(new, results, strict=True))
         return [self.known[k] for k in keys]
 
-    def score(self, placements: Sequence[Placement], what: str, part: int = 1, steps: int = 4) -> list[Scored]:
+    def score(self, placements: Sequence[Placement], what: str, part: int = 1) -> list[Scored]:
         """The best first."""
-        results = self.simulate([p.tables(self.base, part, steps) for p in placements], what)
-        scored = [Scored(placement=p, step=r.step_seconds(), staleness=r.staleness, busy=dict(r.busy))
-                  for p, r in zip(placements, results, strict=True)]
+        results = self.simulate([p.tables(self.base, part) for p in placements], what)
+        scored = [Scored(placement=p, step=r.step_seconds, staleness=r.staleness, busy=dict(r.busy))
+                  for p, r in zip(placements, results, strict=True) if r.ended == "finished"]
+        if not scored:
+            raise ConfigError(f"no placement on {self.cluster} makes its steps in time; the first: {results[0].ended}")
         return sorted(scored, key=lambda s: s.cost if self.goal == "cost" else s.effective)
 
     def preferences(self) -> dict[str, dict[str, float]]:
-        """Seconds of a batch of each domain alone on GPUs of each kind at about equal price."""
+        """Seconds of a batch of each domain alone on GPUs of each kind at about equal price and the cluster's load."""
         kinds = [kind for kind, tp in self.tensor.items() if tp]
         if len(kinds) < 2:
             return {}
         dearest = max(GPUS[kind].price * self.tensor[kind] for kind in kinds)
+        in_flight = 2 * self.recipe.rollout.batch_groups / sum(part.price for part in self.cluster.parts)
+        groups = max(2, round(in_flight * 2 * dearest))
         asked = [(domain, kind) for domain in self.base["domains"] for kind in kinds]
         recipes = []
         for domain, kind in asked:
@@ -163,15 +167,17 @@ class Search:
             engines = max(1, round(2 * dearest / (GPUS[kind].price * tp)))
             tables = {k: v for k, v in self.base.items() if k not in ("name", "seed")}
             tables |= {"domains": {domain: self.base["domains"][domain]}, "schedule": {"name": "sync_plus"},
-                       "pipeline": {"steps": 2}, "weights": {"colocated": True},
+                       "pipeline": {"steps": 4}, "weights": {"colocated": True},
                        "train": {"gpu": kind, "gpus": 8, "cost": {"fixed_s": 0.1, "token_s": 0.0}},
                        "pools": {"p": {"gpu": kind, "gpus": engines * tp, "tensor_parallel": tp}},
-                       "rollout": {**self.base.get("rollout", {}), "batch_groups": 2 * max(8, tp)}}
+                       "rollout": {**self.base.get("rollout", {}), "batch_groups": groups}}
             recipes.append(tables)
         results = self.simulate(recipes, "what each domain prefers")
         out: dict[str, dict[str, float]] = {}
         for (domain, kind), result in zip(asked, results, strict=True):
-            out.setdefault(domain, {})[kind] = result.step_seconds()
+            if result.ended != "finished":
+                raise ConfigError(f"domain {domain} alone on {kind}: {result.ended}")
+            out.setdefault(domain, {})[kind] = result.step_seconds
         return out
 
     def splits(self, bound: dict[str, str]) -> list[Placement]:

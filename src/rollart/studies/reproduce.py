@@ -50,7 +50,10 @@ def _ask(tables: Sequence[Table]) -> list[str]:
 
 def run_all(keys: Sequence[str], *, console: Console, processes: int, seed: int, what: str) -> dict[str, Outcome]:
     results = map_all(run_key, [(text, seed) for text in keys], processes, console, what)
-    return {text: Outcome(step=r.step_seconds(), token=r.token_seconds(), train=r.train_seconds / r.steps, busy=r.busy,
+    for text, r in zip(keys, results, strict=True):
+        if r.ended != "finished":
+            raise RunError(f"a simulation ended early ({r.ended}): {text}")
+    return {text: Outcome(step=r.step_seconds, train=r.train_seconds / r.steps, busy=r.busy,
                           staleness=r.staleness)
             for text, r in zip(keys, results, strict=True)}
 
@@ -127,7 +130,7 @@ def _sensitivity(console: Console, processes: int, seed: int) -> dict[str, dict[
     found = run_all(sorted(set(asked.values())), console=console, processes=processes, seed=seed, what="sensitivity")
 
     def ratio(change: tuple[str, float], pair: tuple[str, str]) -> float:
-        return found[asked[change, pair[0]]].token / found[asked[change, pair[1]]].token
+        return found[asked[change, pair[0]]].step / found[asked[change, pair[1]]].step
 
     names = list(dict.fromkeys(name for name, _ in changes if name))
     return {headline: {name: [ratio((name, 0.5), pair), ratio(("", 1.0), pair), ratio((name, 2.0), pair)]
@@ -163,13 +166,14 @@ def write_page(folder: Path, tables: Sequence[Table], rows: Mapping[str, Sequenc
 
 _INTRO = f"""# The paper's numbers in simulation
 
-Written by `rollart reproduce --write docs`: the control plane that trains for real runs unchanged on a virtual-time
-loop; engines, learner, links, environments and rewards are replaced by their costs. Bars are the paper's range, points
-are ours. *fitted* rows were used to set constants and prove nothing; all other rows are predictions; *differs* marks
-those outside the paper's range by more than {TOLERANCE:.0%}. A step's seconds are those of a steady state: the first
-step, which fills the pipeline, is left out. Time to a score assumes that samples x (1 + {STALE_COST:g} x mean
-staleness) are needed. The paper does not disclose tokens per turn, latencies, batch sizes of its smaller experiments or
-how its baselines split their GPUs: what we took is in `studies/experiments.py` and below.
+Written by `rollart reproduce --write docs`: the control plane that trains for real runs unchanged on a
+virtual-time loop; engines, learner, links, environments and rewards are replaced by their costs. Bars are the
+paper's range, points are ours. *fitted* rows were used to set constants and prove nothing; all other rows are
+predictions; *differs* marks those outside the paper's range by more than {TOLERANCE:.0%}. A step's seconds are
+those of a steady state: the steps that train what was admitted at the start are left out. Time to a score
+assumes that samples x (1 + {STALE_COST:g} x mean staleness) are needed. The paper does not disclose tokens per
+turn, latencies, batch sizes of its smaller experiments or how its baselines split their GPUs: what we took is
+in `studies/experiments.py` and below.
 """
 
 
