@@ -23,7 +23,7 @@ $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) -e '.[torch,hf,envs,dev]'
+	$(PIP) -e '.[torch,hf,envs,serverless,dev]'
 	@touch $@
 
 setup: $(VENV)/.dev  ## Install everything for development

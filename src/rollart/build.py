@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollart.backends.process.environments import ProcessEnvironments
-from rollart.backends.process.scorer import ProcessScorer
+from rollart.backends.scorers import Scorers, open_scorers
 from rollart.config.recipe import Recipe
 from rollart.control.env_manager import Services
 from rollart.control.evaluation import Evaluator
@@ -38,7 +38,7 @@ from rollart.control.weight_sync import WeightSync
 from rollart.core.changed import Changed
 from rollart.core.clock import draw, now
 from rollart.core.errors import ConfigError, InvariantViolated, RollArtError, RunError, first_error
-from rollart.core.events import Event, RunEnded, StepEnded
+from rollart.core.events import Event, RewardsSampled, RunEnded, StepEnded
 from rollart.core.ports import EnvironmentPool, Trainer
 from rollart.core.tokens import Counted, floats, ids, join
 from rollart.core.types import Completion, EvalResult, Finish, Manifest, Restored, Version
@@ -239,6 +239,7 @@ class Run:
     ledger: Ledger
     journal: Journal
     restored: Restored | None
+    scorers: Scorers
 
     def snapshot(self) -> dict[str, Any]:
         """What `rollart status` shows of a live run."""
@@ -266,14 +267,20 @@ class Run:
 
     async def train(self) -> bool:
         """True if it reached the last step, False if it was stopped; see Pipeline.run."""
+        watch = asyncio.create_task(self.scorers.watch(self.journal.emit), name="reward figures")
         try:
-            return await self.pipeline.run(self.restored)
+            finished = await self.pipeline.run(self.restored)
+            self.journal.emit(RewardsSampled(await self.scorers.figures()))
+            return finished
         except (Exception, asyncio.CancelledError) as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             reason = "interrupted" if cancelled else f"failed: {first_error(error)}"
             with suppress(RollArtError, InvariantViolated):  # the ledger itself may be what failed
                 self.journal.emit(RunEnded(self.pipeline.buffer.version, reason))
             raise
+        finally:
+            watch.cancel()
+            await asyncio.wait([watch])
 
 
 @asynccontextmanager
@@ -312,7 +319,7 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
             stack.push_async_callback(engine.close)
         environments = _environments(recipe)
         stack.push_async_callback(environments.close)
-        scorer = ProcessScorer({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
+        scorer = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
         stack.push_async_callback(scorer.close)
 
         changed = Changed()
@@ -340,7 +347,8 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         check.rollout, check.before = rollout, ledger.counts()["dispatched"]
         if checkpoint and pipeline.evaluator:
             pipeline.evaluator.number = json.loads((checkpoint[1] / "state.json").read_text())["evaluations"]
-        yield Run(recipe, folder, pipeline, proxy, environments, engines, trainer, ledger, journal, restored)
+        yield Run(recipe, folder, pipeline, proxy, environments, engines, trainer, ledger, journal, restored,
+                  scorer)
 
 
 def _invariants(recipe: Recipe) -> Invariants:
@@ -434,7 +442,7 @@ async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[Eva
         stack.push_async_callback(engine.close)
         environments = _environments(recipe)
         stack.push_async_callback(environments.close)
-        scorer = ProcessScorer({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
+        scorer = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
         stack.push_async_callback(scorer.close)
         journal = Journal([])
         context = _context(recipe, policy)
