@@ -54,7 +54,7 @@ def test_a_retry_gives_the_score_of_the_call_that_worked(mood, tmp_path):
     assert run(story, score_seconds=0.5).value == 0.5
 
 
-@pytest.mark.parametrize(("mood", "says"), [("crash", "ended with code 3"), ("nan", "BadScore: a score.s value must be a fin")])
+@pytest.mark.parametrize(("mood", "says"), [("crash", "ended with code 3"), ("nan", "BadScore: a score's value must")])
 def test_no_score_is_an_error_and_never_zero(mood, says):
     async def story(scorer):
         with pytest.raises(ScorerFailed, match=says):

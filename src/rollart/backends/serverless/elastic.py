@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rollart.backends.serverless.platform import read_message
+from rollart.backends.serverless.http import read_message
 from rollart.core.errors import ConfigError
 from rollart.rewards.settings import ElasticSettings
 
@@ -65,7 +65,7 @@ class ElasticPlatform:
                 reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
                 try:
                     writer.write(b"GET /stats HTTP/1.1\r\nHost: platform\r\n\r\n")
-                    self._stats = json.loads((await read_message(reader))[1])
+                    self._stats = json.loads((await read_message(reader, 1_000_000)).body)
                 finally:
                     writer.close()
         except (OSError, EOFError, ValueError, TimeoutError):

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollart.backends.serverless.http import read_message
 from rollart.core.errors import ConfigError
 from rollart.rewards.handler import MAX_BYTES, Handler
 from rollart.rewards.settings import ElasticSettings
@@ -70,7 +71,7 @@ class Instance:
             reader, writer = self.connections.pop() if self.connections else (
                 await asyncio.open_connection("127.0.0.1", self.port))
             writer.write(b"POST / HTTP/1.1\r\nHost: instance\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            head, answer = await read_message(reader)
+            answer = await read_message(reader, MAX_BYTES)
         except BaseException as error:
             if writer is not None:
                 writer.close()
@@ -78,28 +79,7 @@ class Instance:
                 raise
             raise InstanceFailed(f"an instance died with the request inside ({type(error).__name__})") from None
         self.connections.append((reader, writer))
-        return int(head.split(None, 2)[1]), answer
-
-
-async def read_message(reader: asyncio.StreamReader) -> tuple[str, bytes]:
-    """Head and body of an HTTP/1.1 message with a Content-Length. Raises EOFError, ValueError."""
-    try:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    except asyncio.LimitOverrunError:
-        raise ValueError("the head of the message is too long") from None
-    length = int(header(head, "content-length") or 0)
-    if not 0 <= length <= MAX_BYTES:
-        raise ValueError(f"a message has at most {MAX_BYTES} bytes; got {length}")
-    return head, await reader.readexactly(length)
-
-
-def header(head: str, name: str) -> str:
-    """A header's value, or ""."""
-    for line in head.split("\r\n")[1:]:
-        key, _, value = line.partition(":")
-        if key.strip().lower() == name:
-            return value.strip()
-    return ""
+        return answer.status, answer.body
 
 
 class Platform:
@@ -109,7 +89,7 @@ class Platform:
         self._specs, self._settings, self._request_seconds = specs, settings, request_seconds
         self._live: list[Instance] = []
         self._starting: set[asyncio.Task[None]] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._watches: set[asyncio.Task[None]] = set()
         self._waiting: deque[asyncio.Future[Instance]] = deque()
         self._kept: OrderedDict[str, tuple[int, bytes]] = OrderedDict()
         self._totals = {"requests": 0, "started": 0, "killed": 0, "turned_away": 0, "peak_instances": 0,
@@ -170,11 +150,11 @@ class Platform:
                 self._kill(instance)
 
     async def close(self) -> None:
-        for task in (*self._starting, *self._tasks):
+        for task in self._starting:
             task.cancel()
         for instance in list(self._live):
             self._kill(instance)
-        await asyncio.gather(*self._starting, *self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._starting, *self._watches, return_exceptions=True)
 
     async def _free_instance(self) -> Instance:
         future: asyncio.Future[Instance] = asyncio.get_running_loop().create_future()
@@ -206,33 +186,32 @@ class Platform:
         self._totals["peak_instances"] = max(self._totals["peak_instances"], len(self._live) + len(self._starting))
 
     async def _start(self) -> None:
-        instance = None
+        instance, failed = None, None
         try:
             async with asyncio.timeout(self._settings.start_seconds):
                 instance = Instance(await self._spawn(), asyncio.get_running_loop().time())
                 await instance.ready()
-        except (TimeoutError, InstanceFailed, OSError) as error:
-            late = f"an instance did not start within {self._settings.start_seconds:g} s"
-            failed = InstanceFailed(late if isinstance(error, TimeoutError) else str(error), 503)
-            if instance:
-                self._end(instance)
+        except TimeoutError:
+            failed = InstanceFailed(f"an instance did not start within {self._settings.start_seconds:g} s", 503)
+        except (InstanceFailed, OSError) as error:
+            failed = InstanceFailed(str(error), 503)
+        finally:
             self._starting.discard(asyncio.current_task())  # type: ignore[arg-type]
+            if instance is not None and not instance.port:
+                self._end(instance)
+                await instance.process.wait()
+        if instance is None or failed:
             while self._waiting:  # none of them would fare better
                 future = self._waiting.popleft()
                 if not future.done():
-                    future.set_exception(failed)
+                    future.set_exception(failed or InstanceFailed("an instance did not start", 503))
             return
-        except asyncio.CancelledError:
-            if instance:
-                self._end(instance)
-            raise
         self._totals["started"] += 1
-        self._starting.discard(asyncio.current_task())  # type: ignore[arg-type]
         instance.idle_since = asyncio.get_running_loop().time()
         self._live.append(instance)
         watch = asyncio.create_task(self._watch(instance))
-        self._tasks.add(watch)
-        watch.add_done_callback(self._tasks.discard)
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
         self._match()
 
     async def _spawn(self) -> asyncio.subprocess.Process:
@@ -276,13 +255,11 @@ def connection(platform: Platform, ready: bytes) -> Callable[..., Any]:
         try:
             while True:
                 async with asyncio.timeout(CONNECTION_SECONDS):
-                    head, body = await read_message(reader)
-                if head.startswith("GET /stats"):
-                    status, out = 200, json.dumps(platform.stats()).encode()
-                elif head.startswith("GET "):
-                    status, out = 200, ready
+                    asked = await read_message(reader, MAX_BYTES, request=True)
+                if asked.start[0] == "GET":
+                    status, out = 200, json.dumps(platform.stats()).encode() if asked.start[1] == "/stats" else ready
                 else:
-                    status, out = await platform.serve(body, header(head, "idempotency-key"))
+                    status, out = await platform.serve(asked.body, asked.headers.get("idempotency-key", ""))
                 later = b"Retry-After: 1\r\n" if status == 429 else b""
                 writer.write(b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\n%sContent-Length: %d\r\n\r\n"
                              % (status, later, len(out)) + out)

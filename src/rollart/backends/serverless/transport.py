@@ -11,13 +11,11 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from rollart.backends.serverless.http import HttpClient, TooLong
 from rollart.core.errors import ConfigError
 from rollart.rewards.settings import CallSettings
-
-if TYPE_CHECKING:
-    import httpx
 
 
 class Broken(Exception):
@@ -47,47 +45,37 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """A function's URL. Raises ConfigError where httpx is not installed or the token is not there."""
+    """A function's URL. Raises ConfigError for what is no URL, and where the token is not there."""
 
     def __init__(self, url: str, settings: CallSettings) -> None:
-        try:
-            import httpx
-        except ModuleNotFoundError:
-            raise ConfigError("rewards behind a URL need httpx: pip install 'rollart[serverless]'") from None
-        self.name, self._url = url, url
+        self.name = url
         self._limit = int(settings.answer_mb * 1_000_000)
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers = {"Content-Type": "application/json", "User-Agent": "rollart"}
         if settings.token_env:
             if not os.environ.get(settings.token_env):
                 raise ConfigError(f"reward.call.token_env names {settings.token_env}: set that environment variable")
             headers["Authorization"] = f"Bearer {os.environ[settings.token_env]}"
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=settings.concurrency)
-        self._client = httpx.AsyncClient(limits=limits, headers=headers, timeout=None, follow_redirects=False)
-        self._httpx = httpx
+        try:
+            self._client = HttpClient(url, headers, self._limit)
+        except ValueError as error:
+            raise ConfigError(f"reward.where: {error}") from None
 
     async def send(self, body: bytes, key: str, seconds: float) -> Reply:
         try:
             async with asyncio.timeout(seconds):
-                async with self._client.stream("POST", self._url, content=body,
-                                               headers={"Idempotency-Key": key}) as answer:
-                    return Reply(answer.status_code, await self._read(answer), _seconds(answer.headers))
+                answer = await self._client.post(body, {"Idempotency-Key": key} if key else {})
         except TimeoutError:
             raise Broken(f"no answer within {seconds:g} s") from None
-        except (self._httpx.TransportError, self._httpx.StreamError) as error:
-            raise Broken(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
-        except self._httpx.InvalidURL as error:
-            raise ConfigError(f"{self._url} is not a URL: {error}") from None
-
-    async def _read(self, answer: httpx.Response) -> bytes:
-        out = bytearray()
-        async for part in answer.aiter_raw():
-            out += part
-            if len(out) > self._limit:
-                raise TooLarge(f"its answer is above reward.call.answer_mb = {self._limit / 1e6:g}")
-        return bytes(out)
+        except TooLong:
+            raise TooLarge(f"its answer is above reward.call.answer_mb = {self._limit / 1e6:g}") from None
+        except asyncio.IncompleteReadError:
+            raise Broken("it hung up before its answer was whole") from None
+        except (OSError, ValueError) as error:
+            raise Broken(f"{type(error).__name__}: {error}") from None
+        return Reply(answer.status, answer.body, _seconds(answer.headers.get("retry-after", "")))
 
     async def close(self) -> None:
-        await self._client.aclose()
+        self._client.close()
 
 
 @dataclass
@@ -161,9 +149,6 @@ def _lambda_status(payload: bytes) -> int:
     return STATUS.get(error.get("kind", ""), 500) if isinstance(error, dict) else 200
 
 
-def _seconds(headers: Any) -> float:
-    """Retry-After in seconds; dates and nonsense are 0."""
-    try:
-        return max(0.0, min(float(headers.get("Retry-After", 0)), 60.0))
-    except ValueError:
-        return 0.0
+def _seconds(text: str) -> float:
+    """Retry-After in seconds, at most a minute; dates and nonsense are 0."""
+    return min(float(text), 60.0) if text.isdecimal() else 0.0
