@@ -11,7 +11,7 @@ from rollart.rewards.handler import Handler
 class Server:
     """`moods`: one per request, the last goes on. `served`: keys that were worked on. `most`: requests at once."""
 
-    def __init__(self, moods, function="functions:fine"):
+    def __init__(self, moods, function="reward_functions:fine"):
         self.moods, self.handler = list(moods), Handler([function])
         self.served, self.heads, self.inside, self.most, self.url = [], [], 0, 0, ""
 
@@ -60,7 +60,7 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(*moods, function="functions:fine"):
+async def serving(*moods, function="reward_functions:fine"):
     server = Server(moods, function)
     listening = await asyncio.start_server(server.connected, "127.0.0.1", 0)
     server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/score"

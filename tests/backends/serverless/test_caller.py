@@ -2,9 +2,9 @@ import asyncio
 import time
 
 import pytest
-from played import request
 from servers import serving
 
+from played import request
 from rollart.backends.serverless.caller import Caller
 from rollart.backends.serverless.transport import HttpTransport
 from rollart.core.errors import ConfigError, ScorerFailed
@@ -18,7 +18,7 @@ def settings(call=None, **values):
                           call=CallSettings(**call))
 
 
-def run(story, *moods, call=None, function="functions:fine", **values):
+def run(story, *moods, call=None, function="reward_functions:fine", **values):
     async def main():
         async with asyncio.timeout(30), serving(*moods, function=function) as server:
             chosen = settings(call, **values)
@@ -83,7 +83,7 @@ def test_a_function_that_fails_for_good_is_an_error_that_says_why_and_never_zero
     ("raises", r"attempt 3: raised: KeyError: 'target'", 3), ("later", "attempt 3: unavailable: the judge is away", 3),
     ("never", "attempt 1: unscorable: it is empty", 1), ("nan", "attempt 1: bad_score: a score's value must", 1)])
 def test_only_errors_of_the_function_that_may_pass_are_repeated(function, says, attempts):
-    counts, _, _ = run(fails(says), "ok", function=f"functions:{function}")
+    counts, _, _ = run(fails(says), "ok", function=f"reward_functions:{function}")
     assert (counts.attempts, counts.circuit_opened) == (attempts, 0)
 
 
@@ -168,7 +168,7 @@ def test_a_batched_function_gets_full_batches_and_the_rest_after_the_wait():
         assert caller.counts.attempts == 10
         assert len(server.heads) == 3
 
-    run(story, "ok", function="functions:together", call={"batch": 4, "batch_seconds": 0.05})
+    run(story, "ok", function="reward_functions:together", call={"batch": 4, "batch_seconds": 0.05})
 
 
 def test_one_bad_trajectory_of_a_batch_spoils_no_other():
@@ -178,7 +178,7 @@ def test_one_bad_trajectory_of_a_batch_spoils_no_other():
         assert [isinstance(result, ScorerFailed) for result in results] == [False, True, False]
         assert "no reward is served for domain" in str(results[1])
 
-    run(story, "ok", function="d=functions:fine", call={"batch": 3})
+    run(story, "ok", function="d=reward_functions:fine", call={"batch": 3})
 
 
 def test_a_cancelled_call_frees_its_room():
@@ -227,7 +227,7 @@ def test_the_call_at_the_start_finds_what_does_not_work(mood, function, says):
         with pytest.raises(ConfigError, match=f"the reward of domain d at http.*does not work: .*{says}"):
             await caller.probe(probe_request("d", 1))
 
-    run(story, mood, function=f"functions:{function}")
+    run(story, mood, function=f"reward_functions:{function}")
 
 
 def test_a_url_that_refuses_is_one_line_at_the_start():
@@ -242,4 +242,4 @@ def test_a_url_that_refuses_is_one_line_at_the_start():
 
 
 def test_a_function_that_only_dislikes_an_empty_episode_passes_the_call_at_the_start():
-    run(lambda caller, server: caller.probe(probe_request("d", 1)), "ok", function="functions:raises")
+    run(lambda caller, server: caller.probe(probe_request("d", 1)), "ok", function="reward_functions:raises")

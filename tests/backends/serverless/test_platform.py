@@ -4,14 +4,14 @@ import os
 import time
 
 import pytest
-from played import request
 
+from played import request
 from rollart.backends.serverless.platform import Platform
 from rollart.rewards.contract import to_json
 from rollart.rewards.settings import ElasticSettings
 
 
-def run(story, function="functions:fine", request_seconds=10.0, **values):
+def run(story, function="reward_functions:fine", request_seconds=10.0, **values):
     async def main():
         settings = ElasticSettings(**{"idle_seconds": 0.5, "max_instances": 3, **values})
         platform = Platform([function], settings, request_seconds)
@@ -53,7 +53,7 @@ def test_instances_rise_with_a_burst_and_fall_to_zero(tmp_path, monkeypatch):
         assert (await ask(platform, request(60)))[0] == 200, "and rise again"
         return sum(answer["instance"]["cold"] for _, answer in answers)
 
-    assert run(story, function="functions:slow") == 3
+    assert run(story, function="reward_functions:slow") == 3
     lines = (tmp_path / "calls").read_text().splitlines()
     assert sorted(line.split()[0] for line in lines) == sorted(f"g{i}.0" for i in range(61)), "each once"
     for pid in {int(line.split()[1]) for line in lines}:
@@ -85,7 +85,7 @@ def test_a_crash_and_a_hang_cost_their_own_request_and_instance_only():
         assert [status for status, _ in answers[2:]] == [200] * 10
         assert platform.stats()["killed"] == 1 or platform.stats()["killed"] == 2
 
-    run(story, function="functions:moody", request_seconds=1.0)
+    run(story, function="reward_functions:moody", request_seconds=1.0)
 
 
 def test_one_instance_serves_several_requests_at_a_time_if_it_may():
@@ -93,7 +93,7 @@ def test_one_instance_serves_several_requests_at_a_time_if_it_may():
         answers = await asyncio.gather(*(ask(platform, request(i)) for i in range(8)))
         assert len({answer["instance"]["id"] for _, answer in answers}) == 1
 
-    run(story, function="functions:slow", concurrency=8)
+    run(story, function="reward_functions:slow", concurrency=8)
 
 
 def test_requests_beyond_the_queue_are_turned_away_not_lost():
@@ -104,7 +104,7 @@ def test_requests_beyond_the_queue_are_turned_away_not_lost():
         assert statuses.count(429) == 20 - statuses.count(200)
         assert platform.stats()["turned_away"] == statuses.count(429)
 
-    run(story, function="functions:slow", queue=5, max_instances=1)
+    run(story, function="reward_functions:slow", queue=5, max_instances=1)
 
 
 def test_an_instance_that_cannot_start_is_told_to_all_who_wait():
@@ -113,7 +113,7 @@ def test_an_instance_that_cannot_start_is_told_to_all_who_wait():
         assert {status for status, _ in answers} == {503}
         assert "is not a function" in answers[0][1]["error"]["message"]
 
-    run(story, function="functions:missing")
+    run(story, function="reward_functions:missing")
 
 
 def test_a_cold_start_beyond_its_deadline_is_told():

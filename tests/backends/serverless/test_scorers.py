@@ -1,0 +1,102 @@
+import asyncio
+
+import pytest
+
+from played import played, request
+from rollart.backends.scorers import open_scorers
+from rollart.core.errors import ConfigError, ScorerFailed
+from rollart.core.events import RewardsSampled
+from rollart.rewards.settings import ElasticSettings, RewardSettings
+
+F = "reward_functions:"
+DOMAINS = {name: name for name in ("calculator", "frozen_lake", "guess")}
+
+
+def run(story, domains, **values):
+    async def main():
+        values.setdefault("elastic", ElasticSettings(max_instances=2, idle_seconds=0.5))
+        async with asyncio.timeout(60):
+            scorers = await open_scorers(domains, RewardSettings(**values))
+            try:
+                return await story(scorers)
+            finally:
+                await scorers.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("where", ["in_process", "processes", "elastic"])
+def test_every_place_gives_the_same_scores(where):
+    async def story(scorers):
+        episodes = played(60)
+        scores = await asyncio.gather(*(scorers.score_request(asked) for asked, _ in episodes))
+        assert scores == [score for _, score in episodes]
+        figures = await scorers.figures()
+        assert (figures["calls"], figures["scored"], figures["failed"], figures["in_flight"]) == (60, 60, 0, 0)
+        return figures
+
+    figures = run(story, DOMAINS, where=where)
+    if where != "in_process":
+        assert 0 < figures["busy_seconds"] < figures["alive_seconds"]
+
+
+def test_a_domain_of_its_own_place_and_function_and_what_register_serverless_bound():
+    async def story(scorers):
+        assert (await scorers.score_request(request(1, domain="a", answer="ab"))).value == 0.2
+        assert (await scorers.score_request(request(1, domain="b", answer="ab"))).value == 0.2
+        figures = await scorers.figures()
+        assert figures["started"] == 1, "b runs where its function was bound"
+        assert figures["attempts"] == 1
+
+    run(story, {"a": "guess", "b": F + "bound"}, places={"a": "in_process"}, functions={"a": F + "fine"})
+
+
+def test_the_figures_are_told_when_they_change_and_not_while_nothing_happens():
+    async def story(scorers):
+        events = []
+        watching = asyncio.create_task(scorers.watch(events.append))
+        await asyncio.sleep(1.2)
+        quiet = len(events)
+        await scorers.score_request(request(1, domain="a"))
+        await asyncio.sleep(0.7)
+        watching.cancel()
+        assert quiet == 1
+        assert len(events) == 2
+        assert isinstance(events[-1], RewardsSampled)
+        assert events[-1].figures["scored"] == 1
+
+    run(story, {"a": F + "fine"}, where="in_process")
+
+
+@pytest.mark.parametrize("where", ["in_process", "processes", "elastic"])
+@pytest.mark.parametrize(("name", "says"), [
+    (F + "missing", "is not a function"), ("nowhere:f", "needs the module nowhere"),
+    (F + "two_arguments", "must take one argument, the RewardRequest: missing a required argument: 'other'"),
+    (F + "nan", "a score's value must be a finite number; got nan"), (F + "nothing", "returns a Score"),
+    (F + "later", "the judge is away"),
+    (F + "unit_tests", "runs what the model wrote; this needs a sandbox")])
+def test_a_function_that_does_not_work_is_one_line_at_the_start(where, name, says):
+    async def story(scorers):
+        raise AssertionError("it was opened")
+
+    with pytest.raises(ConfigError, match=says) as refused:
+        run(story, {"d": name}, where=where)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_place_that_there_is_not_is_refused_in_the_recipe_and_in_the_code():
+    with pytest.raises(ValueError, match="a reward runs in_process, in processes, elastic"):
+        RewardSettings(where="cloud")
+    with pytest.raises(ConfigError, match="is bound by register_serverless: a reward runs in_process"):
+        run(None, {"d": F + "bound_to_nowhere"})
+
+
+def test_a_failed_call_is_counted_and_raised_never_zero():
+    async def story(scorers):
+        with pytest.raises(ScorerFailed, match="KeyError: 'target'"):
+            await scorers.score_request(request(1, domain="d"))
+        with pytest.raises(ScorerFailed, match="no reward is named for domain e"):
+            await scorers.score_request(request(1, domain="e"))
+        assert (await scorers.figures())["failed"] == 1
+
+    run(story, {"d": F + "raises"}, where="in_process")
