@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -75,6 +77,17 @@ def scores(url, requests):
     return [read_answers(post(url, json.dumps(to_json(r)).encode()), 1, batch=False)[0].score for r in requests]
 
 
+def answering(url, seconds=30):
+    """What a GET is told, once somebody listens."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return urllib.request.urlopen(url, timeout=10).read()
+        except urllib.error.URLError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
 def free_port():
     import socket
 
@@ -93,9 +106,9 @@ def test_functions_framework_and_the_packaged_server_give_the_same_200_scores(tm
     folder, port = tmp_path / "package", free_port()
     write_package(mine, "cloud-run", folder)
     served = command("reward", "serve", mine, "--port", port)[1:]
-    with started(served, tmp_path / "work", "Listening at", PYTHONPATH=os.environ.get("PYTHONPATH", "")):
+    with started(served, tmp_path / "work", "serving", PYTHONPATH=os.environ.get("PYTHONPATH", "")):
+        assert json.loads(answering(f"http://127.0.0.1:{port}"))["ready"]
         framework = scores(f"http://127.0.0.1:{port}", requests)
-        assert json.loads(urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=10).read())["ready"]
     with started([*dockers_command(folder), "--port", "0"], folder, "listening on") as line:
         packaged = scores(line.split("listening on ")[1].strip().replace("0.0.0.0", "127.0.0.1"), requests)
     assert framework == packaged
