@@ -300,6 +300,8 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         if version > recipe.pipeline.steps:
             raise ConfigError(f"pipeline.steps = {recipe.pipeline.steps} is below the checkpoint's {version} steps: "
                               "set it higher")
+        scorer = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
+        stack.push_async_callback(scorer.close)
         policy = load_policy(checkpoint[1]) if checkpoint else await _in_thread(recipe, progress)
         reference = (await _in_thread(recipe, progress)).model if recipe.algorithm.kl_coefficient else None
         restored = ledger.recover(version) if resume else None
@@ -319,8 +321,6 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
             stack.push_async_callback(engine.close)
         environments = _environments(recipe)
         stack.push_async_callback(environments.close)
-        scorer = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
-        stack.push_async_callback(scorer.close)
 
         changed = Changed()
         affinity = {domain: pool for pool, settings in recipe.pools.items() for domain in settings.domains}

@@ -174,16 +174,21 @@ def _rewards(view: RunView) -> str:
     if not total.get("calls"):
         return ""
     lines = [line for line in view.lines if line["kind"] == "rewards"]
-    names = {"in_flight": "trajectories being scored", "instances": "instances", "queued": "waiting for an instance"}
-    series = {label: [(line["wall_seconds"], line["figures"][name]) for line in lines if name in line["figures"]]
-              for name, label in names.items() if name in lines[-1]["figures"]}
-    chart = lines_chart("rewards over time", series, max(line["wall_seconds"] for line in lines), "seconds")
+    last = max(line["wall_seconds"] for line in lines)
+
+    def chart(title: str, **names: str) -> str:
+        series = {label: [(line["wall_seconds"], line["figures"][name]) for line in lines if name in line["figures"]]
+                  for name, label in names.items() if name in lines[-1]["figures"]}
+        drawn = f"{lines_chart(title, series, last, 'seconds')}{_legend(list(series), 3)}"
+        return f'<div class="card"><h3>{escape(title)}</h3>{drawn}</div>' if series else ""
+
     rows = "".join(f"<tr><td>{escape(name.replace('_', ' '))}</td><td>{value:,.4g}</td></tr>"
                    for name, value in total.items() if value or name in ("failed", "instances"))
     lead = (f"{total['scored']:,.0f} of {total['calls']:,.0f} calls brought a score, half of them within "
             f"{total['latency_p50_seconds']:.3g} s, 95 % within {total['latency_p95_seconds']:.3g} s.")
     return _section("Rewards", lead, _cards([
-        f'<div class="card"><h3>Calls and instances</h3>{chart}{_legend(list(series), 3)}</div>',
+        chart("Trajectories being scored", in_flight="sent", queued="waiting for an instance"),
+        chart("Instances or reserved processes", instances="there"),
         f'<div class="card scroll"><table><tr><th>rewards of the whole run</th><th></th></tr>{rows}</table></div>']))
 
 
