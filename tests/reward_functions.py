@@ -5,6 +5,7 @@ import time
 
 from rollart.core.types import Score
 from rollart.rewards.contract import Unavailable, Unscorable, batched, executes_output, register_serverless
+from rollart.rewards.judge import Judge
 
 
 def note(request):
@@ -78,3 +79,6 @@ def bound(request):
 @register_serverless("cloud")
 def bound_to_nowhere(request):
     return fine(request)
+
+
+letter_judge = Judge(url_env="JUDGE_URL", model="tiny", template="{answer}", attempts=2, seconds=30.0, max_tokens=12)
