@@ -261,6 +261,7 @@ class Run:
                         "routed to another pool": self.proxy.routing.fallbacks},
             "in_flight": [dataclasses.asdict(item) | {"id": str(item.id)} for item in rollout.in_flight()[:20]],
             "engines": engines,
+            "rewards": {name: value for name, value in self.scorers.last.items() if value},
             "environments": {"processes": environments.live, "idle": environments.idle,
                              "opened": environments.opened, "failed": environments.failed},
         }

@@ -72,6 +72,8 @@ class Scorers:
         self._calls = self._failed = self._in_flight = 0
         self._latencies: deque[float] = deque(maxlen=10_000)
         self._longest = 0.0
+        self.last: dict[str, float] = {}
+        """The figures when they were last asked for."""
 
     async def score(self, trajectory: Trajectory) -> Score:
         """Raises ScorerFailed."""
@@ -116,7 +118,8 @@ class Scorers:
             stats = await self._platform.stats()
             out.update({name: stats[name] for name in ("instances", "peak_instances", "started", "killed",
                                                        "alive_seconds", "busy_seconds", "queued") if name in stats})
-        return {name: round(value, 6) for name, value in out.items()}
+        self.last = {name: round(value, 6) for name, value in out.items()}
+        return self.last
 
     async def watch(self, emit: Callable[[Event], None]) -> None:
         """Emit the figures whenever they have changed, until cancelled."""

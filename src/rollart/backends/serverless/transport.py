@@ -48,7 +48,7 @@ class HttpTransport:
     """A function's URL. Raises ConfigError for what is no URL, and where the token is not there."""
 
     def __init__(self, url: str, settings: CallSettings) -> None:
-        self.name = url
+        self.name = url.partition("?")[0]  # what follows may be a key
         self._limit = int(settings.answer_mb * 1_000_000)
         headers = {"Content-Type": "application/json", "User-Agent": "rollart"}
         if settings.token_env:

@@ -1,0 +1,230 @@
+"""Rewards: the caller's speed, a burst onto the elastic platform, and reserved workers against elastic ones.
+
+    python benchmarks/rewards.py [caller] [burst] [shape] [--json FILE]        (all three without a name: 5 minutes)
+
+caller: scored trajectories per second against a function that does nothing, beside plain httpx on the same server.
+burst: 500 trajectories at once onto the platform at zero instances; 0.1 s each, 16 instances at most.
+shape: the same training twice on two cores. Reserved: one core belongs to the reward worker, everything else has the
+other. Elastic: both cores belong to all, the function's instances come and go. Rollout time is what the trainer waited
+for a batch; the schedule is sync_plus, so that nothing else overlaps it. Linux only (it pins processes).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rollart.backends.scorers import open_scorers
+from rollart.backends.serverless.caller import Caller
+from rollart.backends.serverless.transport import HttpTransport
+from rollart.core.types import Score
+from rollart.rewards.contract import RewardRequest, content_key, to_json
+from rollart.rewards.domains import REWARDS
+from rollart.rewards.settings import CallSettings, ElasticSettings, RewardSettings
+
+CALLS = {1: (1000, 300), 16: (3000, 400), 256: (6000, 512)}
+"""Calls of ours and of httpx by concurrency: httpx is slow where many are out."""
+WORK_SECONDS = 0.02
+
+
+def noop(request: RewardRequest) -> Score:
+    return Score(1.0)
+
+
+def sleeping(request: RewardRequest) -> Score:
+    time.sleep(0.1)
+    return Score(1.0)
+
+
+def working(request: RewardRequest) -> Score:
+    """WORK_SECONDS of one core, then the domain's own reward; on the core that is reserved for it, if one is."""
+    if "REWARD_CORE" in os.environ:
+        os.sched_setaffinity(0, {int(os.environ["REWARD_CORE"])})
+    end = time.process_time() + WORK_SECONDS
+    while time.process_time() < end:
+        sum(range(1000))
+    return REWARDS[request.domain](request)
+
+
+def requests(count: int) -> list[RewardRequest]:
+    made = [RewardRequest(id=f"g{i}.0", domain="d", answer="x" * 200) for i in range(count)]
+    return [replace(request, key=content_key(request)) for request in made]
+
+
+async def ours(url: str, concurrency: int, calls: int) -> float:
+    settings = RewardSettings(call=CallSettings(concurrency=concurrency))
+    caller, work = Caller(HttpTransport(url, settings.call), settings), requests(calls)
+    started = time.perf_counter()
+    scores = await asyncio.gather(*(caller.score(request) for request in work))
+    seconds = time.perf_counter() - started
+    await caller.close()
+    assert len(scores) == calls
+    return calls / seconds
+
+
+async def plain_httpx(url: str, concurrency: int, calls: int) -> float:
+    import httpx
+
+    work, room = requests(calls), asyncio.Semaphore(concurrency)
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    async with httpx.AsyncClient(limits=limits, timeout=60) as client:
+        async def one(request: RewardRequest) -> float:
+            async with room:
+                answer = await client.post(url, json=to_json(request))
+                return float(answer.json()["score"]["value"])
+
+        started = time.perf_counter()
+        values = await asyncio.gather(*(one(request) for request in work))
+        seconds = time.perf_counter() - started
+    assert sum(values) == calls
+    return calls / seconds
+
+
+def caller(rounds: int = 3) -> dict[str, Any]:
+    server = subprocess.Popen([sys.executable, "-m", "rollart.rewards.server", "rewards:noop", "--port", "0",
+                               "--concurrency", "256", "--until-eof"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              text=True, env=_environment())
+    out: dict[str, Any] = {}
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().split("listening on ")[1].strip()
+        print(f"{'concurrency':>11} {'ours /s':>9} {'httpx /s':>9}", flush=True)
+        for concurrency, (calls, fewer) in CALLS.items():
+            both: dict[str, list[float]] = {"ours": [], "httpx": []}
+            for _ in range(rounds):
+                both["ours"].append(asyncio.run(ours(url, concurrency, calls)))
+                both["httpx"].append(asyncio.run(plain_httpx(url, concurrency, fewer)))
+            out[str(concurrency)] = {name: statistics.median(rates) for name, rates in both.items()}
+            print(f"{concurrency:11} {out[str(concurrency)]['ours']:9,.0f} {out[str(concurrency)]['httpx']:9,.0f}",
+                  flush=True)
+    finally:
+        server.kill()
+        server.wait()
+    return out
+
+
+async def burst(count: int = 500) -> dict[str, Any]:
+    settings = RewardSettings(where="elastic", elastic=ElasticSettings(max_instances=16, idle_seconds=1.0))
+    scorers = await open_scorers({"d": "rewards:sleeping"}, settings)
+    history: list[tuple[float, float, float]] = []
+
+    async def look(until: str) -> None:
+        while True:
+            figures = await scorers.figures()
+            history.append((time.perf_counter() - started, figures["instances"], figures["in_flight"]))
+            if until == "zero" and not figures["instances"]:
+                return
+            await asyncio.sleep(0.1)
+
+    started = time.perf_counter()
+    await look("zero")  # the call at the start had warmed one
+    history.clear()
+    started = time.perf_counter()
+    watch = asyncio.create_task(look("cancelled"))
+    await asyncio.gather(*(scorers.score_request(request) for request in requests(count)))
+    seconds = time.perf_counter() - started
+    watch.cancel()
+    await look("zero")
+    figures = await scorers.figures()
+    await scorers.close()
+    print(f"{count} trajectories from zero instances: all scored in {seconds:.2f} s (16 instances that were warm would "
+          f"need {count * 0.1 / 16:.2f} s); instances 0 -> {max(i for _, i, _ in history):.0f} -> 0 after "
+          f"{history[-1][0]:.1f} s; {figures['cold_starts'] - 1:.0f} cold starts, {figures['retries']:.0f} retries, "
+          f"95 % within {figures['latency_p95_seconds']:.2f} s", flush=True)
+    return {"seconds": seconds, "figures": figures, "history": history}
+
+
+def recipe(where: str, steps: int) -> dict[str, Any]:
+    reserved = where == "processes"
+    return {
+        "name": "rewards", "seed": 1, "pipeline": {"steps": steps, "checkpoint_every": 0},
+        "schedule": {"name": "sync_plus"}, "evaluation": {"tasks": 0},
+        "rollout": {"batch_groups": 16, "group_size": 8},
+        "model": {"small": {"layers": 6, "width": 256, "heads": 4, "kv_heads": 2, "mlp": 512}},
+        "engine": {"threads": 1 if reserved else 2}, "learner": {"threads": 1 if reserved else 2},
+        "reward": {"where": where, "processes": 1, "functions": {"calculator": "rewards:working"},
+                   "elastic": {"max_instances": 2, "idle_seconds": 0.5}},
+        "domains": {"calculator": {}},
+    }
+
+
+async def train(where: str, steps: int) -> dict[str, Any]:
+    """One training run in this process."""
+    from rollart.build import open_run
+    from rollart.config.recipe import from_tables
+    from rollart.observe.metrics import Metrics, read_metrics
+    from rollart.observe.run_folder import RunFolder
+    from rollart.observe.summary import summarise
+
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if where == "processes":
+        os.environ["REWARD_CORE"] = str(cores[-1])
+        cores = cores[:-1]
+    os.sched_setaffinity(0, cores)
+    settings = from_tables(recipe(where, steps))
+    with tempfile.TemporaryDirectory(prefix="rollart-bench-") as path, RunFolder(path).create(
+            settings.to_json()) as folder:
+        async with open_run(settings, folder, resume=False, subscribers=lambda ledger: [
+                Metrics(folder.metrics, ledger.accounts, staleness_bound=settings.schedule.bound)]) as run:
+            await run.train()
+        lines = [line for line in read_metrics(folder.metrics) if line["kind"] == "step"]
+        rewards = summarise(path)["rewards"]
+    return {"rollout_seconds": statistics.mean(line["waited"] for line in lines[1:]),
+            "step_seconds": statistics.mean(line["waited"] + line["seconds"] for line in lines[1:]),
+            "scored": rewards["scored"], "utilisation": rewards["utilisation"],
+            "busy_seconds": rewards["busy_seconds"], "alive_seconds": rewards["alive_seconds"]}
+
+
+def shape(steps: int, rounds: int) -> dict[str, Any]:
+    out: dict[str, list[dict[str, Any]]] = {"processes": [], "elastic": []}
+    for _ in range(rounds):
+        for where, rows in out.items():
+            done = subprocess.run([sys.executable, __file__, "--one", where, "--steps", str(steps)], check=True,
+                                  stdout=subprocess.PIPE, text=True, env=_environment())
+            rows.append(json.loads(done.stdout.splitlines()[-1]))
+    print(f"{'rewards':10} {'rollout s/step':>14} {'whole s/step':>12} {'reward use':>10} {'reward core-s':>13}")
+    for where, rows in out.items():
+        mean = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+        print(f"{'reserved' if where == 'processes' else where:10} {mean['rollout_seconds']:14.2f} "
+              f"{mean['step_seconds']:12.2f} {mean['utilisation']:10.1%} {mean['alive_seconds']:13.1f}", flush=True)
+    return out
+
+
+def _environment() -> dict[str, str]:
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=["caller", "burst", "shape", []], help="default: all")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps of `shape`; the first is left out")
+    parser.add_argument("--rounds", type=int, default=1, help="of `shape`")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(asyncio.run(train(options.one, options.steps))))
+        return
+    os.environ["PYTHONPATH"] = _environment()["PYTHONPATH"]
+    results: dict[str, Any] = {}
+    for part in options.parts or ["caller", "burst", "shape"]:
+        print(f"--- {part}", flush=True)
+        results[part] = {"caller": caller, "burst": lambda: asyncio.run(burst()),
+                         "shape": lambda: shape(options.steps, options.rounds)}[part]()
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
