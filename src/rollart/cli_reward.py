@@ -14,12 +14,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from rollart.cli_base import clear_errors, console
 from rollart.core.errors import ConfigError, ScorerFailed
 from rollart.core.types import Score
 from rollart.rewards.contract import RewardRequest, checked, from_json, request_of, to_json
 from rollart.rewards.domains import reward_function
 from rollart.rewards.settings import RewardSettings
-from rollart.cli_base import clear_errors, console
 
 reward_app = typer.Typer(no_args_is_help=True, help="Serve, package or try a reward function.")
 Function = Annotated[str, typer.Argument(metavar="MODULE:FUNC", help="A reward function; the current folder counts.")]
