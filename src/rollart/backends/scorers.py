@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from rollart.backends.process.scorer import ProcessScorer
@@ -158,7 +159,10 @@ class Scorers:
             return ProcessScorer(rewards, settings)
         transport: Transport
         if where == "elastic":
-            self._platform = ElasticPlatform(rewards, settings.elastic, settings.score_seconds)
+            elastic = settings.elastic  # more calls would only wait inside the platform, against their own deadline
+            room = min(settings.call.concurrency, elastic.max_instances * elastic.concurrency)
+            settings = replace(settings, call=replace(settings.call, concurrency=room))
+            self._platform = ElasticPlatform(rewards, elastic, settings.score_seconds)
             transport = HttpTransport(await self._platform.start(), settings.call)
         elif where.startswith("lambda:"):
             transport = LambdaTransport(where.removeprefix("lambda:"), settings.call, settings.score_seconds)

@@ -187,7 +187,7 @@ def _rewards(view: RunView) -> str:
     lead = (f"{total['scored']:,.0f} of {total['calls']:,.0f} calls brought a score, half of them within "
             f"{total['latency_p50_seconds']:.3g} s, 95 % within {total['latency_p95_seconds']:.3g} s.")
     return _section("Rewards", lead, _cards([
-        chart("Trajectories being scored", in_flight="sent", queued="waiting for an instance"),
+        chart("Trajectories being scored", in_flight="all", waiting="of them not let out yet"),
         chart("Instances or reserved processes", instances="there"),
         f'<div class="card scroll"><table><tr><th>rewards of the whole run</th><th></th></tr>{rows}</table></div>']))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from typing import cast
 
 from rollart.core.errors import ConfigError
 from rollart.core.types import Score
@@ -62,7 +63,7 @@ def reward_function(name: str) -> RewardFunction:
     if getattr(function, "executes_output", False):
         raise ConfigError(f"reward {name} runs what the model wrote; this needs a sandbox, and there is none yet: "
                           "it is refused")
-    return function
+    return cast(RewardFunction, function)
 
 
 def _fact(request: RewardRequest, name: str) -> object:

@@ -175,7 +175,7 @@ class Caller:
                 raise
 
     def _pause(self, n: int) -> float:
-        longest = min(self._call.backoff_seconds * 2 ** min(n - 1, 16), self._call.backoff_limit_seconds)
+        longest = min(self._call.backoff_seconds * 2.0 ** min(n - 1, 16), self._call.backoff_limit_seconds)
         return longest * self._jitter.uniform(0.5, 1.0)
 
     async def _hedged(self, request: RewardRequest) -> Score:

@@ -121,6 +121,8 @@ class Platform:
             return _error(failed.status, str(failed))
         began = asyncio.get_running_loop().time()
         try:
+            if key and key in self._kept:  # answered while this one waited
+                return self._kept[key]
             async with asyncio.timeout(self._request_seconds):
                 answer = await instance.forward(body)
         except TimeoutError:
@@ -165,6 +167,7 @@ class Platform:
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
                 future.result().busy -= 1
+                self._match()
             raise
 
     def _match(self) -> None:
@@ -196,7 +199,7 @@ class Platform:
         except (InstanceFailed, OSError) as error:
             failed = InstanceFailed(str(error), 503)
         finally:
-            self._starting.discard(asyncio.current_task())  # type: ignore[arg-type]
+            self._starting.discard(asyncio.current_task())
             if instance is not None and not instance.port:
                 self._end(instance)
                 await instance.process.wait()
