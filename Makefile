@@ -43,6 +43,7 @@ bench: $(VENV)/.dev  ## The benchmarks, one after the other (about half an hour)
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/learner.py
 	$(BIN)/python benchmarks/schedules.py
+	$(BIN)/python benchmarks/rewards.py
 
 swarm: $(VENV)/.run  ## 10,000 random worlds with faults, every invariant checked (about ten minutes)
 	$(BIN)/rollart swarm --seeds 10000

@@ -119,6 +119,7 @@ class Scorers:
             stats = await self._platform.stats()
             out.update({name: stats[name] for name in ("instances", "peak_instances", "started", "killed",
                                                        "alive_seconds", "busy_seconds", "queued") if name in stats})
+            out["platform_restarts"] = self._platform.restarts
         self.last = {name: round(value, 6) for name, value in out.items()}
         return self.last
 

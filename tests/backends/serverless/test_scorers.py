@@ -100,3 +100,18 @@ def test_a_failed_call_is_counted_and_raised_never_zero():
         assert (await scorers.figures())["failed"] == 1
 
     run(story, {"d": F + "raises"}, where="in_process")
+
+
+def test_a_platform_that_is_killed_comes_back_and_nothing_is_lost():
+    async def story(scorers):
+        await scorers.score_request(request(0, domain="d"))
+        await scorers.figures()
+        scorers._platform._process.kill()
+        scores = await asyncio.gather(*(scorers.score_request(request(i, domain="d")) for i in range(1, 21)))
+        assert [score.value for score in scores] == [0.3] * 20
+        figures = await scorers.figures()
+        assert figures["platform_restarts"] == 1
+        assert figures["started"] >= 2, "totals go on"
+        assert figures["failed"] == 0
+
+    run(story, {"d": F + "slow"}, where="elastic", retries=20)
