@@ -6,7 +6,8 @@ caller: scored trajectories per second against a function that does nothing, bes
 burst: 500 trajectories at once onto the platform at zero instances; 0.1 s each, 16 instances at most.
 shape: the same training twice on two cores. Reserved: one core belongs to the reward worker, everything else has the
 other. Elastic: both cores belong to all, the function's instances come and go. Rollout time is what the trainer waited
-for a batch; the schedule is sync_plus, so that nothing else overlaps it. Linux only (it pins processes).
+for a batch; the schedule is sync_plus, so that nothing else overlaps it. Cores busy: CPU seconds of everything over
+two cores' time. Linux only (it pins processes).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -149,8 +151,8 @@ def recipe(where: str, steps: int) -> dict[str, Any]:
     return {
         "name": "rewards", "seed": 1, "pipeline": {"steps": steps, "checkpoint_every": 0},
         "schedule": {"name": "sync_plus"}, "evaluation": {"tasks": 0},
-        "rollout": {"batch_groups": 16, "group_size": 8},
-        "model": {"small": {"layers": 6, "width": 256, "heads": 4, "kv_heads": 2, "mlp": 512}},
+        "rollout": {"batch_groups": 8, "group_size": 8},
+        "model": {"small": {"layers": 4, "width": 256, "heads": 4, "kv_heads": 2, "mlp": 512}},
         "engine": {"threads": 1 if reserved else 2}, "learner": {"threads": 1 if reserved else 2},
         "reward": {"where": where, "processes": 1, "functions": {"calculator": "rewards:working"},
                    "elastic": {"max_instances": 2, "idle_seconds": 0.5}},
@@ -176,13 +178,21 @@ async def train(where: str, steps: int) -> dict[str, Any]:
             settings.to_json()) as folder:
         async with open_run(settings, folder, resume=False, subscribers=lambda ledger: [
                 Metrics(folder.metrics, ledger.accounts, staleness_bound=settings.schedule.bound)]) as run:
+            before, started = _cpu_seconds(), time.perf_counter()
             await run.train()
+            wall = time.perf_counter() - started
+        used = _cpu_seconds() - before
         lines = [line for line in read_metrics(folder.metrics) if line["kind"] == "step"]
         rewards = summarise(path)["rewards"]
     return {"rollout_seconds": statistics.mean(line["waited"] for line in lines[1:]),
             "step_seconds": statistics.mean(line["waited"] + line["seconds"] for line in lines[1:]),
-            "scored": rewards["scored"], "utilisation": rewards["utilisation"],
+            "cores_busy": used / (2 * wall), "scored": rewards["scored"], "reward_use": rewards["utilisation"],
             "busy_seconds": rewards["busy_seconds"], "alive_seconds": rewards["alive_seconds"]}
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of all that it started and that has ended (the rewards' processes have, at the end)."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def shape(steps: int, rounds: int) -> dict[str, Any]:
@@ -192,11 +202,13 @@ def shape(steps: int, rounds: int) -> dict[str, Any]:
             done = subprocess.run([sys.executable, __file__, "--one", where, "--steps", str(steps)], check=True,
                                   stdout=subprocess.PIPE, text=True, env=_environment())
             rows.append(json.loads(done.stdout.splitlines()[-1]))
-    print(f"{'rewards':10} {'rollout s/step':>14} {'whole s/step':>12} {'reward use':>10} {'reward core-s':>13}")
+    print(f"{'rewards':10} {'rollout s/step':>14} {'whole s/step':>12} {'cores busy':>10} {'reward use':>10} "
+          f"{'reward alive s':>14}")
     for where, rows in out.items():
         mean = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
         print(f"{'reserved' if where == 'processes' else where:10} {mean['rollout_seconds']:14.2f} "
-              f"{mean['step_seconds']:12.2f} {mean['utilisation']:10.1%} {mean['alive_seconds']:13.1f}", flush=True)
+              f"{mean['step_seconds']:12.2f} {mean['cores_busy']:10.1%} {mean['reward_use']:10.1%} "
+              f"{mean['alive_seconds']:14.1f}", flush=True)
     return out
 
 
