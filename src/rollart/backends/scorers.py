@@ -78,7 +78,11 @@ class Scorers:
 
     async def score(self, trajectory: Trajectory) -> Score:
         """Raises ScorerFailed."""
-        return await self.score_request(request_of(trajectory, self._settings.score_seconds))
+        try:
+            request = request_of(trajectory, self._settings.score_seconds)
+        except TypeError as error:
+            raise ScorerFailed(f"{trajectory.id}: its payload or facts are not JSON: {error}") from None
+        return await self.score_request(request)
 
     async def score_request(self, request: RewardRequest) -> Score:
         """Raises ScorerFailed."""

@@ -1,4 +1,10 @@
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -6,6 +12,8 @@ from played import played, request
 from rollart.backends.scorers import open_scorers
 from rollart.core.errors import ConfigError, ScorerFailed
 from rollart.core.events import RewardsSampled
+from rollart.core.tokens import ids
+from rollart.core.types import Observation, Outcome, Task, Trajectory, TrajectoryId
 from rollart.rewards.settings import ElasticSettings, RewardSettings
 
 F = "reward_functions:"
@@ -115,3 +123,45 @@ def test_a_platform_that_is_killed_comes_back_and_nothing_is_lost():
         assert figures["failed"] == 0
 
     run(story, {"d": F + "slow"}, where="elastic", retries=20)
+
+
+def test_a_trajectory_is_scored_from_its_facts_and_facts_that_are_not_json_are_a_failure():
+    made = Trajectory(TrajectoryId(3, 1), Task("t", "d"), ids([1]), Observation(facts={"n": 1}), (), Outcome.FINISHED)
+
+    async def story(scorers):
+        assert (await scorers.score(made)).value == 0.0
+        with pytest.raises(ScorerFailed, match="g3.1: its payload or facts are not JSON"):
+            await scorers.score(replace(made, start=Observation(facts={"n": object()})))
+
+    run(story, {"d": F + "fine"}, where="in_process")
+
+
+LEFT_ALONE = """
+import asyncio, os, signal
+from played import request
+from rollart.backends.scorers import open_scorers
+from rollart.rewards.settings import RewardSettings
+
+async def main():
+    scorers = await open_scorers({"d": "reward_functions:fine"}, RewardSettings(where="elastic"))
+    print(scorers._platform._process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_is_left_of_the_platform_when_the_run_is_killed():
+    tests = os.path.dirname(sys.modules["played"].__file__)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", LEFT_ALONE], capture_output=True, text=True, check=False,
+                          env=environment)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    platform, deadline = int(done.stdout), time.monotonic() + 10
+    while time.monotonic() < deadline:
+        found = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+        left = [line for line in found.splitlines() if str(platform) in line.split()[:2] and "defunct" not in line]
+        if not left:
+            return
+        time.sleep(0.1)
+    raise AssertionError(left)
