@@ -130,7 +130,7 @@ def test_a_trajectory_is_scored_from_its_facts_and_facts_that_are_not_json_are_a
 
     async def story(scorers):
         assert (await scorers.score(made)).value == 0.0
-        with pytest.raises(ScorerFailed, match="g3.1: its payload or facts are not JSON"):
+        with pytest.raises(ScorerFailed, match=r"g3.1: its payload or facts are not JSON"):
             await scorers.score(replace(made, start=Observation(facts={"n": object()})))
 
     run(story, {"d": F + "fine"}, where="in_process")
@@ -151,17 +151,16 @@ asyncio.run(main())
 """
 
 
-def test_nothing_is_left_of_the_platform_when_the_run_is_killed():
+def test_nothing_is_left_of_the_platform_when_the_run_is_killed(tmp_path):
     tests = os.path.dirname(sys.modules["played"].__file__)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]),
+                   "REWARD_CALLS": str(tmp_path / "calls")}
     done = subprocess.run([sys.executable, "-c", LEFT_ALONE], capture_output=True, text=True, check=False,
                           env=environment)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    platform, deadline = int(done.stdout), time.monotonic() + 10
-    while time.monotonic() < deadline:
-        found = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-        left = [line for line in found.splitlines() if str(platform) in line.split()[:2] and "defunct" not in line]
-        if not left:
-            return
+    pids, deadline = [done.stdout.strip(), (tmp_path / "calls").read_text().split()[1]], time.monotonic() + 10
+    while left := [line for line in subprocess.run(["ps", "-eo", "pid,stat,args"], capture_output=True, text=True,
+                                                   check=True).stdout.splitlines()
+                   if line.split()[0] in pids and not line.split()[1].startswith("Z")]:
+        assert time.monotonic() < deadline, left
         time.sleep(0.1)
-    raise AssertionError(left)
