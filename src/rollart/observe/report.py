@@ -177,7 +177,8 @@ def _rewards(view: RunView) -> str:
     last = max(line["wall_seconds"] for line in lines)
 
     def chart(title: str, **names: str) -> str:
-        series = {label: [(line["wall_seconds"], line["figures"][name]) for line in lines if name in line["figures"]]
+        series = {label: _held([(line["wall_seconds"], line["figures"][name]) for line in lines
+                                if name in line["figures"]])
                   for name, label in names.items() if name in lines[-1]["figures"]}
         drawn = f"{lines_chart(title, series, last, 'seconds')}{_legend(list(series), 3)}"
         return f'<div class="card"><h3>{escape(title)}</h3>{drawn}</div>' if series else ""
@@ -190,6 +191,16 @@ def _rewards(view: RunView) -> str:
         chart("Trajectories being scored", in_flight="all", waiting="of them not let out yet"),
         chart("Instances or reserved processes", instances="there"),
         f'<div class="card scroll"><table><tr><th>rewards of the whole run</th><th></th></tr>{rows}</table></div>']))
+
+
+def _held(points: Sequence[tuple[float, float]], seconds: float = 0.5) -> list[tuple[float, float]]:
+    """Samples are told when something has changed: until `seconds` before the next one a value stays what it was."""
+    out: list[tuple[float, float]] = []
+    for x, y in points:
+        if out and out[-1][0] < x - seconds:
+            out.append((x - seconds, out[-1][1]))
+        out.append((x, y))
+    return out
 
 
 def _weights(view: RunView) -> str:
