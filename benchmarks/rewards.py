@@ -1,9 +1,10 @@
 """Rewards: the caller's speed, a burst onto the elastic platform, and reserved workers against elastic ones.
 
-    python benchmarks/rewards.py [caller] [burst] [shape] [--json FILE]        (all three without a name: 5 minutes)
+    python benchmarks/rewards.py [caller] [burst] [run] [shape] [--json FILE]       (all without a name: 6 minutes)
 
 caller: scored trajectories per second against a function that does nothing, beside plain httpx on the same server.
 burst: 500 trajectories at once onto the platform at zero instances; 0.1 s each, 16 instances at most.
+run: a real training run whose schedule (sync) sends the 500 trajectories of each step to their rewards at once.
 shape: the same training twice on two cores. Reserved: one core belongs to the reward worker, everything else has the
 other. Elastic: both cores belong to all, the function's instances come and go. Rollout time is what the trainer waited
 for a batch; the schedule is sync_plus, so that nothing else overlaps it. Cores busy: CPU seconds of everything over
@@ -37,6 +38,7 @@ from rollart.rewards.settings import CallSettings, ElasticSettings, RewardSettin
 CALLS = {1: (1000, 300), 16: (3000, 400), 256: (6000, 512)}
 """Calls of ours and of httpx by concurrency: httpx is slow where many are out."""
 WORK_SECONDS = 0.02
+PARTS = ("caller", "burst", "run", "shape")
 
 
 def noop(request: RewardRequest) -> Score:
@@ -46,6 +48,12 @@ def noop(request: RewardRequest) -> Score:
 def sleeping(request: RewardRequest) -> Score:
     time.sleep(0.1)
     return Score(1.0)
+
+
+def resting(request: RewardRequest) -> Score:
+    """0.1 s of waiting, then the domain's own reward."""
+    time.sleep(0.1)
+    return REWARDS[request.domain](request)
 
 
 def working(request: RewardRequest) -> Score:
@@ -160,34 +168,61 @@ def recipe(where: str, steps: int) -> dict[str, Any]:
     }
 
 
-async def train(where: str, steps: int) -> dict[str, Any]:
-    """One training run in this process."""
+async def trained(tables: dict[str, Any], path: str) -> tuple[list[dict[str, Any]], dict[str, Any], float]:
+    """A training run in this process: its lines of metrics, its summary, and the share of two cores that was busy."""
     from rollart.build import open_run
     from rollart.config.recipe import from_tables
     from rollart.observe.metrics import Metrics, read_metrics
+    from rollart.observe.report import write_report
     from rollart.observe.run_folder import RunFolder
-    from rollart.observe.summary import summarise
+    from rollart.observe.summary import write_summary
 
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if where == "processes":
-        os.environ["REWARD_CORE"] = str(cores[-1])
-        cores = cores[:-1]
-    os.sched_setaffinity(0, cores)
-    settings = from_tables(recipe(where, steps))
-    with tempfile.TemporaryDirectory(prefix="rollart-bench-") as path, RunFolder(path).create(
-            settings.to_json()) as folder:
+    settings = from_tables(tables)
+    with RunFolder(path).create(settings.to_json()) as folder:
         async with open_run(settings, folder, resume=False, subscribers=lambda ledger: [
                 Metrics(folder.metrics, ledger.accounts, staleness_bound=settings.schedule.bound)]) as run:
             before, started = _cpu_seconds(), time.perf_counter()
             await run.train()
             wall = time.perf_counter() - started
         used = _cpu_seconds() - before
-        lines = [line for line in read_metrics(folder.metrics) if line["kind"] == "step"]
-        rewards = summarise(path)["rewards"]
-    return {"rollout_seconds": statistics.mean(line["waited"] for line in lines[1:]),
-            "step_seconds": statistics.mean(line["waited"] + line["seconds"] for line in lines[1:]),
-            "cores_busy": used / (2 * wall), "scored": rewards["scored"], "reward_use": rewards["utilisation"],
+        write_report(path)
+        return read_metrics(folder.metrics), write_summary(path), used / (2 * wall)
+
+
+async def train(where: str, steps: int) -> dict[str, Any]:
+    """One half of `shape`."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if where == "processes":
+        os.environ["REWARD_CORE"] = str(cores[-1])
+        cores = cores[:-1]
+    os.sched_setaffinity(0, cores)
+    with tempfile.TemporaryDirectory(prefix="rollart-bench-") as path:
+        lines, summary, busy = await trained(recipe(where, steps), path)
+    steps_only, rewards = [line for line in lines if line["kind"] == "step"][1:], summary["rewards"]
+    return {"rollout_seconds": statistics.mean(line["waited"] for line in steps_only),
+            "step_seconds": statistics.mean(line["waited"] + line["seconds"] for line in steps_only),
+            "cores_busy": busy, "scored": rewards["scored"], "reward_use": rewards["utilisation"],
             "busy_seconds": rewards["busy_seconds"], "alive_seconds": rewards["alive_seconds"]}
+
+
+def real(folder: Path) -> dict[str, Any]:
+    tables = {
+        "name": "burst", "pipeline": {"steps": 2, "checkpoint_every": 0}, "schedule": {"name": "sync"},
+        "evaluation": {"tasks": 0}, "rollout": {"batch_groups": 50, "group_size": 10},
+        "model": {"small": {"layers": 2, "width": 96, "heads": 4, "kv_heads": 2, "mlp": 192}},
+        "engine": {"max_concurrent": 256},
+        "reward": {"where": "elastic", "functions": {"calculator": "rewards:resting"},
+                   "elastic": {"max_instances": 16, "idle_seconds": 1.0}},
+        "domains": {"calculator": {"smallest": 2, "largest": 2, "max_turns": 2, "max_tokens": 8}},
+    }
+    lines, summary, _ = asyncio.run(trained(tables, str(folder)))
+    rewards, ledger = summary["rewards"], summary["ledger"]
+    seen = [int(line["figures"]["instances"]) for line in lines if line["kind"] == "rewards"]
+    print(f"{ledger['trained']} trajectories trained, {rewards['scored']:.0f} scored by {rewards['attempts']:.0f} calls; "
+          f"instances over time {seen}; {rewards['cold_starts']:.0f} cold starts, half within "
+          f"{rewards['latency_p50_seconds']:.2f} s, 95 % within {rewards['latency_p95_seconds']:.2f} s; "
+          f"{rewards['alive_seconds']:.0f} instance-seconds; {folder}/report.html", flush=True)
+    return {"rewards": rewards, "instances": seen}
 
 
 def _cpu_seconds() -> float:
@@ -219,21 +254,25 @@ def _environment() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=["caller", "burst", "shape", []], help="default: all")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of `shape`; the first is left out")
     parser.add_argument("--rounds", type=int, default=1, help="of `shape`")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--run", type=Path, help="folder of `run` (new); default: one that is made")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(asyncio.run(train(options.one, options.steps))))
         return
     os.environ["PYTHONPATH"] = _environment()["PYTHONPATH"]
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     results: dict[str, Any] = {}
-    for part in options.parts or ["caller", "burst", "shape"]:
+    folder = options.run or Path(tempfile.mkdtemp(prefix="rollart-rewards-")) / "run"
+    doing = {"caller": caller, "burst": lambda: asyncio.run(burst()), "run": lambda: real(folder),
+             "shape": lambda: shape(options.steps, options.rounds)}
+    for part in options.parts or PARTS:
         print(f"--- {part}", flush=True)
-        results[part] = {"caller": caller, "burst": lambda: asyncio.run(burst()),
-                         "shape": lambda: shape(options.steps, options.rounds)}[part]()
+        results[part] = doing[part]()
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 
