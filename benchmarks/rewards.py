@@ -218,8 +218,8 @@ def real(folder: Path) -> dict[str, Any]:
     lines, summary, _ = asyncio.run(trained(tables, str(folder)))
     rewards, ledger = summary["rewards"], summary["ledger"]
     seen = [int(line["figures"]["instances"]) for line in lines if line["kind"] == "rewards"]
-    print(f"{ledger['trained']} trajectories trained, {rewards['scored']:.0f} scored by {rewards['attempts']:.0f} calls; "
-          f"instances over time {seen}; {rewards['cold_starts']:.0f} cold starts, half within "
+    print(f"{ledger['trained']} trajectories trained, {rewards['scored']:.0f} scored by {rewards['attempts']:.0f} "
+          f"calls; instances over time {seen}; {rewards['cold_starts']:.0f} cold starts, half within "
           f"{rewards['latency_p50_seconds']:.2f} s, 95 % within {rewards['latency_p95_seconds']:.2f} s; "
           f"{rewards['alive_seconds']:.0f} instance-seconds; {folder}/report.html", flush=True)
     return {"rewards": rewards, "instances": seen}
