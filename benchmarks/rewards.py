@@ -164,7 +164,7 @@ def recipe(where: str, steps: int) -> dict[str, Any]:
         "engine": {"threads": 1 if reserved else 2}, "learner": {"threads": 1 if reserved else 2},
         "reward": {"where": where, "processes": 1, "functions": {"calculator": "rewards:working"},
                    "elastic": {"max_instances": 2, "idle_seconds": 0.5}},
-        "domains": {"calculator": {}},
+        "domains": {"calculator": {"max_tokens": 16}},
     }
 
 
