@@ -14,7 +14,7 @@ from rollart.rewards.settings import CallSettings, RewardSettings
 
 def settings(call=None, **values):
     call = {"backoff_seconds": 0.01, "backoff_limit_seconds": 0.1, **(call or {})}
-    return RewardSettings(**{"score_seconds": 2.0, "retries": 2, "wait_seconds": 5.0, **values},
+    return RewardSettings(**{"score_seconds": 10.0, "retries": 2, "wait_seconds": 10.0, **values},
                           call=CallSettings(**call))
 
 
@@ -90,7 +90,7 @@ def test_only_errors_of_the_function_that_may_pass_are_repeated(function, says, 
 def test_a_hung_function_costs_its_deadline_and_no_more():
     counts, _, seconds = run(fails("attempt 2: no answer within 0.3 s"), "hang", score_seconds=0.3, retries=1)
     assert counts.attempts == 2
-    assert 0.6 <= seconds < 1.5
+    assert 0.6 <= seconds < 5
 
 
 def test_a_function_that_always_turns_away_ends_at_the_deadline():
@@ -98,7 +98,7 @@ def test_a_function_that_always_turns_away_ends_at_the_deadline():
                              wait_seconds=0.5)
     assert counts.retries == 0
     assert counts.throttled > 2
-    assert seconds < 1.5
+    assert seconds < 5
 
 
 def test_retry_after_holds_back_every_caller():
@@ -123,7 +123,8 @@ def test_at_most_the_stated_number_of_calls_is_out_and_the_rest_waits():
 def test_who_is_not_let_out_in_time_is_told_what_to_raise():
     async def story(caller, server):
         first = asyncio.create_task(caller.score(request(1)))
-        await asyncio.sleep(0.05)
+        while not server.inside:
+            await asyncio.sleep(0.01)
         with pytest.raises(ScorerFailed, match=r"not let out within 0.2 s, 1 calls were \(reward.call.concurrency\)"):
             await caller.score(request(2))
         first.cancel()
@@ -136,10 +137,10 @@ def test_a_hedged_call_passes_a_slow_instance_by():
     async def story(caller, server):
         for i in range(30):
             await caller.score(request(i))
-        server.moods = ["slow 1.5", "ok"]
+        server.moods = ["slow 8", "ok"]
         begin = time.monotonic()
         await caller.score(request(99))
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 6
         assert caller.counts.hedges_won >= 1
         assert caller.counts.in_flight == 0
 
@@ -149,11 +150,12 @@ def test_a_hedged_call_passes_a_slow_instance_by():
 def test_the_circuit_opens_and_closes_and_nothing_is_lost():
     async def story(caller, server):
         calls = [asyncio.create_task(caller.score(request(i))) for i in range(40)]
-        await asyncio.sleep(0.4)
-        assert caller.counts.circuit_opened >= 1
-        before = caller.counts.attempts
+        while not caller.counts.circuit_opened:
+            await asyncio.sleep(0.05)
+        before, began = caller.counts.attempts, time.monotonic()
         await asyncio.sleep(0.5)
-        assert caller.counts.attempts - before <= 8  # one each 0.1 s, not one of each caller
+        most = (time.monotonic() - began) / 0.1 + 3
+        assert caller.counts.attempts - before <= most, "one each 0.1 s, not one of each caller"
         server.moods = ["ok"]
         scores = await asyncio.gather(*calls)
         assert [score.value for score in scores] == [0.3] * 40
@@ -184,7 +186,8 @@ def test_one_bad_trajectory_of_a_batch_spoils_no_other():
 def test_a_cancelled_call_frees_its_room():
     async def story(caller, server):
         hung = asyncio.create_task(caller.score(request(1)))
-        await asyncio.sleep(0.1)
+        while not server.inside:
+            await asyncio.sleep(0.01)
         hung.cancel()
         await asyncio.wait([hung])
         assert hung.cancelled()

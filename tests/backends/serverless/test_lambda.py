@@ -65,7 +65,7 @@ def score(url, monkeypatch, count=1):
 
     async def main():
         scorers = await open_scorers({"d": "guess"}, RewardSettings(
-            where="lambda:my-reward", score_seconds=5, call=CallSettings(backoff_seconds=0.01)))
+            where="lambda:my-reward", score_seconds=20, call=CallSettings(backoff_seconds=0.01)))
         try:
             scores = await asyncio.gather(*(scorers.score_request(request(i)) for i in range(count)))
             return scores, await scorers.figures()

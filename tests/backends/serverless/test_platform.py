@@ -81,11 +81,11 @@ def test_a_crash_and_a_hang_cost_their_own_request_and_instance_only():
         assert answers[0][0] == 502
         assert "died with the request inside" in answers[0][1]["error"]["message"]
         assert answers[1][0] == 504
-        assert "no answer within 1 s" in answers[1][1]["error"]["message"]
+        assert "no answer within 4 s" in answers[1][1]["error"]["message"]
         assert [status for status, _ in answers[2:]] == [200] * 10
         assert platform.stats()["killed"] == 1 or platform.stats()["killed"] == 2
 
-    run(story, function="reward_functions:moody", request_seconds=1.0)
+    run(story, function="reward_functions:moody", request_seconds=4.0)
 
 
 def test_one_instance_serves_several_requests_at_a_time_if_it_may():
