@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from rollart import __version__, cli_sim
 from rollart.cli_base import Sets, clear_errors, console, errors, tell
+from rollart.cli_reward import reward_app
 from rollart.config.recipe import Recipe, from_tables, load_recipe
 from rollart.core.errors import ConfigError, RunError
 from rollart.observe.run_folder import RunFolder
@@ -24,7 +25,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
                   help="Disaggregated, asynchronous, multi-task agentic RL training of LLMs.")
 envs_app = typer.Typer(no_args_is_help=True, help="List the task domains, or play one in the terminal.")
 app.add_typer(envs_app, name="envs")
+app.add_typer(reward_app, name="reward")
 cli_sim.register(app)
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"rollart {__version__}")
