@@ -102,6 +102,7 @@ def first_policy(recipe: Recipe, progress: Progress = lambda *_: None) -> Policy
     found = warm.cached(cache_folder(), key)
     if found is None:
         policy = base()
+        _context(recipe, policy)  # what does not fit together is said before minutes of imitation
         warm.imitate(policy.model, _imitation(recipe, policy.chat), recipe.warm_start, len(available()),
                      lambda step, steps, loss: progress("warm start", step, steps, loss))
         found = warm.store(cache_folder(), key, lambda folder: save_model(policy.model, folder, policy.chat))
@@ -117,6 +118,10 @@ def _context(recipe: Recipe, policy: Policy) -> int:
     if context > model.context_tokens:
         raise ConfigError(f"a context of {context} tokens was asked for, the model has {model.context_tokens}: lower "
                           "rollout.context_tokens or engine.context_tokens")
+    held = recipe.engine.context_tokens or model.context_tokens
+    if held > recipe.engine.kv_tokens:
+        raise ConfigError(f"engine.kv_tokens must hold one whole context of {held} tokens; got "
+                          f"{recipe.engine.kv_tokens}: raise it, or lower engine.context_tokens")
     return context
 
 

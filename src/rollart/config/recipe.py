@@ -6,6 +6,7 @@ Keeps true: what is written to a run's config.json builds the same recipe again.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,6 +185,9 @@ def _check(recipe: Recipe) -> None:
         raise ConfigError("a recipe needs at least one task domain, for example [domains.frozen_lake]")
     if not any(entry.weight for entry in recipe.domains.values()):
         raise ConfigError("at least one domain needs a weight above 0; all are 0")
+    if not re.fullmatch(r"[\w. -]{1,100}", recipe.name) or recipe.name.startswith("."):
+        raise ConfigError(f"name must be 1 to 100 letters, digits, spaces or -_. and not begin with a dot (a run's "
+                          f"folder is called so); got {recipe.name!r}")
     if recipe.keep_checkpoints < 1:
         raise ConfigError(f"keep_checkpoints must be at least 1; got {recipe.keep_checkpoints}")
     rollout, minibatches = recipe.rollout, recipe.learner.minibatches
