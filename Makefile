@@ -23,7 +23,7 @@ $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) -e '.[torch,hf,lora,envs,dev]'
+	$(PIP) -e '.[torch,hf,lora,envs,serverless,dev]'
 	@touch $@
 
 setup: $(VENV)/.dev  ## Install everything for development
@@ -44,6 +44,7 @@ bench: $(VENV)/.dev  ## The benchmarks, one after the other (about half an hour)
 	$(BIN)/python benchmarks/learner.py
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/schedules.py
+	$(BIN)/python benchmarks/rewards.py
 
 swarm: $(VENV)/.run  ## 10,000 random worlds with faults, every invariant checked (about ten minutes)
 	$(BIN)/rollart swarm --seeds 10000

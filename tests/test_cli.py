@@ -32,6 +32,57 @@ def finished(tmp_path_factory):
     return folder / "run"
 
 
+def test_a_refused_resume_changes_nothing(finished):
+    before = (finished / "config.json").read_text()
+    refused(rollart("train", "--resume", finished, "--set", "pipeline.steps=1", "--set", "rollout.spares=1"),
+            "pipeline.steps = 1 is below the checkpoint's 2 steps")
+    assert (finished / "config.json").read_text() == before
+
+
+def test_a_folder_with_other_files_and_a_checkpoint_are_no_place_for_a_run(finished, tmp_path):
+    (tmp_path / "a").touch()
+    refused(rollart("train", tiny_recipe(tmp_path, steps=1, extra=""), "--run", tmp_path), "new or empty folder")
+    checkpoint = max((finished / "checkpoints").iterdir())
+    refused(rollart("train", "--resume", checkpoint), "is a checkpoint, not a run")
+    refused(rollart("train", "--resume", tmp_path / "a"), "holds no run")
+
+
+def test_what_does_not_fit_is_said_before_the_warm_start(tmp_path):
+    recipe = tiny_recipe(tmp_path, steps=1, extra="[warm_start]\ndemonstrations = 1000000\n")
+    for assignment, part in (("engine.kv_tokens=1", "engine.kv_tokens must hold one whole context"),
+                             ("model.small.vocabulary=10", "the model 10: raise its vocabulary"),
+                             ("name=../x", "name must be 1 to 100 letters")):
+        refused(rollart("train", recipe, "--run", tmp_path / "run", "--set", assignment), part)
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("arguments", "part"), [
+    (("simulate", "recipes/sim_paper.toml", "--json", "/nowhere/x.json"), "/nowhere/x.json cannot be written"),
+    (("simulate", "recipes/sim_paper.toml", "--trace", "-"), "--trace needs the name of a file"),
+    (("plan", "recipes/sim_paper.toml", "--cluster", "8xH800", "--budget", "0"), "--budget must be above 0"),
+    (("plan", "recipes/sim_paper.toml", "--cluster", "8xH800", "--goal", "fun"), "--goal must be time or cost"),
+    (("reproduce", "nope"), "no table nope"),
+    (("simulate", "none.toml"), "recipe none.toml does not exist"),
+])
+def test_the_simulators_commands_refuse_in_one_line(arguments, part):
+    refused(rollart(*arguments), part)
+
+
+def test_a_simulation_that_ends_early_is_a_failure(tmp_path):
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text('[rollout]\nbatch_groups = 2\ngroup_size = 2\n[pools.a]\n[domains.game]\n[pipeline]\nsteps = 2\n')
+    done = rollart("simulate", recipe, "--json", "-")
+    assert (done.returncode, json.loads(done.stdout)["steps"]) == (0, 2), done.stderr
+    failed = rollart("simulate", recipe, "--set", "faults.step_fails=1")
+    assert failed.returncode == 1
+    assert "RunError" in failed.stdout
+
+
+def test_reproducing_prints_json_alone():
+    result = rollart("reproduce", "transfer", "--json", "-")
+    assert json.loads(result.stdout)["transfer"]["paper"][0] == [32.4, 32.4]
+
+
 @pytest.mark.parametrize(("assignment", "parts"), [
     ("pipeline.stepz=3", ("pipeline.stepz", "did you mean 'steps'?")),
     ("pipelin.steps=3", ("pipelin", "did you mean 'pipeline'?")),

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollart.backends.process.environments import ProcessEnvironments
-from rollart.backends.process.scorer import ProcessScorer
+from rollart.backends.scorers import Scorers, open_scorers
 from rollart.config.recipe import Recipe
 from rollart.control.env_manager import Services
 from rollart.control.evaluation import Evaluator
@@ -38,7 +38,7 @@ from rollart.control.weight_sync import WeightSync
 from rollart.core.changed import Changed
 from rollart.core.clock import draw, now
 from rollart.core.errors import ConfigError, InvariantViolated, RollArtError, RunError, first_error
-from rollart.core.events import Event, RunEnded, StepEnded
+from rollart.core.events import Event, RewardsSampled, RunEnded, StepEnded
 from rollart.core.ports import EnvironmentPool, Trainer
 from rollart.core.tokens import Counted, floats, ids, join
 from rollart.core.types import Completion, EvalResult, Finish, Manifest, Restored, Version
@@ -102,6 +102,7 @@ def first_policy(recipe: Recipe, progress: Progress = lambda *_: None) -> Policy
     found = warm.cached(cache_folder(), key)
     if found is None:
         policy = base()
+        _context(recipe, policy)  # what does not fit together is said before minutes of imitation
         warm.imitate(policy.model, _imitation(recipe, policy.chat), recipe.warm_start, len(available()),
                      lambda step, steps, loss: progress("warm start", step, steps, loss))
         found = warm.store(cache_folder(), key, lambda folder: save_model(policy.model, folder, policy.chat))
@@ -117,6 +118,10 @@ def _context(recipe: Recipe, policy: Policy) -> int:
     if context > model.context_tokens:
         raise ConfigError(f"a context of {context} tokens was asked for, the model has {model.context_tokens}: lower "
                           "rollout.context_tokens or engine.context_tokens")
+    held = recipe.engine.context_tokens or model.context_tokens
+    if held > recipe.engine.kv_tokens:
+        raise ConfigError(f"engine.kv_tokens must hold one whole context of {held} tokens; got "
+                          f"{recipe.engine.kv_tokens}: raise it, or lower engine.context_tokens")
     return context
 
 
@@ -239,6 +244,7 @@ class Run:
     ledger: Ledger
     journal: Journal
     restored: Restored | None
+    scorers: Scorers
 
     def snapshot(self) -> dict[str, Any]:
         """What `rollart status` shows of a live run."""
@@ -260,20 +266,27 @@ class Run:
                         "routed to another pool": self.proxy.routing.fallbacks},
             "in_flight": [dataclasses.asdict(item) | {"id": str(item.id)} for item in rollout.in_flight()[:20]],
             "engines": engines,
+            "rewards": {name: value for name, value in self.scorers.last.items() if value},
             "environments": {"processes": environments.live, "idle": environments.idle,
                              "opened": environments.opened, "failed": environments.failed},
         }
 
     async def train(self) -> bool:
         """True if it reached the last step, False if it was stopped; see Pipeline.run."""
+        watch = asyncio.create_task(self.scorers.watch(self.journal.emit), name="reward figures")
         try:
-            return await self.pipeline.run(self.restored)
+            finished = await self.pipeline.run(self.restored)
+            self.journal.emit(RewardsSampled(await self.scorers.figures()))
+            return finished
         except (Exception, asyncio.CancelledError) as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             reason = "interrupted" if cancelled else f"failed: {first_error(error)}"
             with suppress(RollArtError, InvariantViolated):  # the ledger itself may be what failed
                 self.journal.emit(RunEnded(self.pipeline.buffer.version, reason))
             raise
+        finally:
+            watch.cancel()
+            await asyncio.wait([watch])
 
 
 @asynccontextmanager
@@ -293,6 +306,8 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         if version > recipe.pipeline.steps:
             raise ConfigError(f"pipeline.steps = {recipe.pipeline.steps} is below the checkpoint's {version} steps: "
                               "set it higher")
+        scorer = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
+        stack.push_async_callback(scorer.close)
         # Adapters belong to the model that the run began with; the checkpoint's own has them merged in.
         whole = checkpoint if not recipe.lora else None
         policy = load_policy(whole[1], recipe) if whole else await _in_thread(recipe, progress)
@@ -315,8 +330,6 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
             stack.push_async_callback(engine.close)
         environments = _environments(recipe)
         stack.push_async_callback(environments.close)
-        scorer = ProcessScorer({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
-        stack.push_async_callback(scorer.close)
 
         changed = Changed()
         affinity = {domain: pool for pool, settings in recipe.pools.items() for domain in settings.domains}
@@ -343,7 +356,8 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         check.rollout, check.before = rollout, ledger.counts()["dispatched"]
         if checkpoint and pipeline.evaluator:
             pipeline.evaluator.number = json.loads((checkpoint[1] / "state.json").read_text())["evaluations"]
-        yield Run(recipe, folder, pipeline, proxy, environments, engines, trainer, ledger, journal, restored)
+        yield Run(recipe, folder, pipeline, proxy, environments, engines, trainer, ledger, journal, restored,
+                  scorer)
 
 
 def _invariants(recipe: Recipe) -> Invariants:
@@ -438,7 +452,7 @@ async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[Eva
         stack.push_async_callback(engine.close)
         environments = _environments(recipe)
         stack.push_async_callback(environments.close)
-        scorer = ProcessScorer({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
+        scorer = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
         stack.push_async_callback(scorer.close)
         journal = Journal([])
         context = _context(recipe, policy)

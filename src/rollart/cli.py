@@ -16,15 +16,19 @@ from rich.markup import escape
 
 from rollart import __version__, cli_sim
 from rollart.cli_base import Sets, clear_errors, console, errors, tell
+from rollart.cli_reward import reward_app
 from rollart.config.recipe import Recipe, from_tables, load_recipe
-from rollart.core.errors import ConfigError, RunError
+from rollart.core.errors import ConfigError, RunError, first_error
 from rollart.observe.run_folder import RunFolder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Disaggregated, asynchronous, multi-task agentic RL training of LLMs.")
 envs_app = typer.Typer(no_args_is_help=True, help="List the task domains, or play one in the terminal.")
 app.add_typer(envs_app, name="envs")
+app.add_typer(reward_app, name="reward")
 cli_sim.register(app)
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"rollart {__version__}")
@@ -67,8 +71,8 @@ def train(
             _describe(settings)
             return
         folder = RunFolder(resume or run or _free_folder(settings.name))
+        config_before = folder.resume() if resume else None
         if resume:
-            folder.resume()
             folder.rewrite_config(settings.to_json())
         else:
             folder.create(settings.to_json())
@@ -76,14 +80,17 @@ def train(
         try:
             with folder:
                 finished = asyncio.run(_train(settings, folder, resume=bool(resume)))
-        except ConfigError:
-            if not resume:
-                folder.discard()
-            raise
         except (KeyboardInterrupt, asyncio.CancelledError):
             finished = False
-        finally:
-            _report(folder)
+        except BaseException as error:
+            if not isinstance(first_error(error), ConfigError):
+                _report(folder)
+            elif config_before is None:
+                folder.discard()
+            else:
+                folder.rewrite_config(config_before)  # what was refused changes nothing
+            raise
+        _report(folder)
     if not finished:
         tell(f"interrupted; continue with: rollart train --resume {folder.path}")
         raise SystemExit(130)
@@ -206,7 +213,14 @@ def evaluate(
             settings, path = load_recipe(recipe, sets or []), target
         from rollart.build import evaluate_policy
 
-        results = asyncio.run(evaluate_policy(settings, path, tasks))
+        try:
+            results = asyncio.run(evaluate_policy(settings, path, tasks))
+        except ConfigError:
+            newest = folder.newest_checkpoint() if folder.database.exists() else None
+            if newest is None or newest[1] == path:
+                raise
+            path = newest[1]  # a run that goes on has removed the older one meanwhile
+            results = asyncio.run(evaluate_policy(settings, path, tasks))
         if not results:
             raise RunError(f"{path} could not be evaluated: the engine was lost")
     if as_json:
@@ -276,7 +290,8 @@ def envs_play(
     split: Annotated[str, typer.Option(help="train or eval.")] = "train",
     seed: Annotated[int, typer.Option(help="Seed of the scripted or random player.")] = 0,
     error_rate: Annotated[float, typer.Option(min=0.0, max=1.0, help="How often the scripted player errs.")] = 0.0,
-    sets: Sets = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. "
+                                                   "max_turns=8. Repeatable.")] = None,
 ) -> None:
     """Play one task of a domain: yourself, or watch the scripted or the random player."""
     with clear_errors():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from rollart.cli_base import Sets, clear_errors, console, tell
+from rollart.cli_base import Sets, clear_errors, console, errors, tell
 from rollart.core.errors import ConfigError, RunError
 
 
@@ -34,13 +35,23 @@ def _write_json(path: Path | None, value: Any) -> None:
         raise RunError(f"{path} cannot be written: {error.strerror}") from None
 
 
+def _writable(*paths: Path | None) -> None:
+    """Refuse a file that cannot be written before the work, not after it. Raises ConfigError."""
+    for path in paths:
+        if path is None or str(path) == "-":
+            continue
+        folder = path.parent
+        if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise ConfigError(f"{path} cannot be written: name a file in a folder that exists and can be written")
+
+
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON (- : print).")]
 
 
 def simulate(
     recipe: Annotated[str, typer.Argument(help="A simulation recipe, e.g. recipes/sim_paper.toml; or `swarm`: the "
                                           "random world that `rollart swarm` made from --seed.")],
-    seed: Annotated[int | None, typer.Option(help="Of everything. Default: the recipe's.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of everything. Default: the recipe's.")] = None,
     json_file: Json = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a timeline for Perfetto.")] = None,
     sets: Sets = None,
@@ -52,6 +63,9 @@ def simulate(
     from rollart.studies.simulation import run_recipe, run_world
 
     with clear_errors():
+        _writable(json_file, trace)
+        if str(trace) == "-":
+            raise ConfigError("--trace needs the name of a file; only --json prints with -")
         timeline = Trace() if trace else None
         began = time.monotonic()
         if recipe == "swarm":
@@ -72,6 +86,8 @@ def simulate(
         _show(summary, took)
         if trace:
             console.print(f"timeline: {trace} (open it in ui.perfetto.dev)", highlight=False)
+    if summary["ended"] != "finished":
+        raise SystemExit(1)
 
 
 def _show(summary: dict[str, Any], took: float) -> None:
@@ -126,12 +142,16 @@ def reproduce(
     from rollart.studies.reproduce import TABLES, reproduce_tables
 
     with clear_errors():
+        _writable(json_file)
+        if write and write.exists() and not (write.is_dir() and os.access(write, os.W_OK)):
+            raise ConfigError(f"--write {write} is no folder that can be written")
         if listed:
             for table in TABLES.values():
                 console.print(f"{table.name:12} {table.title}", highlight=False)
             return
-        result = reproduce_tables(tables or list(TABLES), console=console, processes=processes, seed=seed,
-                                  sensitivity=sensitivity, folder=write)
+        result = reproduce_tables(tables or list(TABLES), processes=processes, seed=seed,
+                                  sensitivity=sensitivity, folder=write,
+                                  console=errors if str(json_file) == "-" else console)
         _write_json(json_file, result)
 
 
@@ -150,8 +170,11 @@ def plan(
     from rollart.studies.plan import make_plan, show_plan
 
     with clear_errors():
+        _writable(json_file)
         if goal not in ("time", "cost"):
             raise ConfigError(f"--goal must be time or cost; got {goal!r}")
+        if budget is not None and not budget > 0:
+            raise ConfigError(f"--budget must be above 0 H20-hours an hour; got {budget:g}")
         found = make_plan(load_tables(recipe, sets or []), parse_cluster(cluster), goal=goal, budget=budget,
                           processes=processes, console=console)
         _write_json(json_file, found.to_json())

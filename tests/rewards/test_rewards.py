@@ -14,6 +14,7 @@ from rollart.core.types import (
     TrajectoryId,
     Turn,
 )
+from rollart.rewards.contract import request_of
 from rollart.rewards.domains import REWARDS, calculator, frozen_lake, guess, reward_function
 
 
@@ -21,7 +22,8 @@ def trajectory(*turns):
     """From (action, facts, tool message) a turn."""
     made = tuple(Turn(Completion(ids([1]), floats([0]), ((0, 0),), Finish.STOP), action,
                       Observation((Message("tool", said),), facts=facts), ids()) for action, facts, said in turns)
-    return Trajectory(TrajectoryId(0, 0), Task("t", "d"), ids([1]), Observation(), made, Outcome.FINISHED)
+    return request_of(Trajectory(TrajectoryId(0, 0), Task("t", "d"), ids([1]), Observation(), made, Outcome.FINISHED),
+                      30)
 
 
 def facts(valid, actions, **more):

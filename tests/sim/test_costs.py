@@ -4,7 +4,7 @@ import pytest
 
 from rollart.core.errors import ConfigError
 from rollart.sim.calibration import DEFAULT, Calibration
-from rollart.sim.costs import GPUS, MODELS, Shape, TrainCost, engine_cost, parse_cluster, train_cost, transfer
+from rollart.sim.costs import GPUS, MODELS, Shape, StepCost, TrainCost, engine_cost, parse_cluster, train_cost, transfer
 
 H800, H20 = GPUS["H800"], GPUS["H20"]
 
@@ -87,3 +87,20 @@ def test_a_shape_that_cannot_be_is_refused():
         Shape(layers=0)
     with pytest.raises(ValueError, match=r"experts >= active >= 1 and expert_mlp; got experts 8, active 0"):
         Shape(experts=8)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("compute_efficiency", 0.0), ("compute_efficiency", 5.0), ("memory_share", 2.0), ("pull_hidden", 3.0),
+    ("chunk_tokens", 0), ("step_overhead_s", -1.0), ("train_passes", -4.0), ("push_bytes_per_s", 0.0)])
+def test_a_constant_out_of_range_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be .*; got {value:g}"):
+        Calibration(**{name: value})
+
+
+def test_costs_that_are_no_costs_are_refused():
+    with pytest.raises(ValueError, match="token_s must be 0 or more; got -1"):
+        StepCost(token_s=-1.0)
+    with pytest.raises(ValueError, match="must be above 0; got chunk 0"):
+        StepCost(chunk=0)
+    with pytest.raises(ValueError, match="fixed_s, token_s and attention must be 0 or more"):
+        TrainCost(token_s=-1.0)

@@ -6,6 +6,7 @@ Keeps true: what is written to a run's config.json builds the same recipe again.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 from rollart.algo.catalogue import resolve
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.process.environments import ProcessSettings
-from rollart.backends.process.scorer import ScorerSettings
 from rollart.backends.torch.settings import (
     ChatSettings,
     EngineSettings,
@@ -30,6 +30,7 @@ from rollart.core.errors import ConfigError
 from rollart.core.types import Sampling, StalePolicy
 from rollart.envs.domain import Domain, make_domain, nearest
 from rollart.envs.latency import Latency
+from rollart.rewards.settings import RewardSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ class Recipe:
     engine: EngineSettings = field(default_factory=EngineSettings)
     pools: Mapping[str, PoolSettings] = field(default_factory=lambda: {"default": PoolSettings()})
     environments: ProcessSettings = field(default_factory=ProcessSettings)
-    reward: ScorerSettings = field(default_factory=ScorerSettings)
+    reward: RewardSettings = field(default_factory=RewardSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     domains: Mapping[str, DomainEntry] = field(default_factory=dict)
 
@@ -126,7 +127,7 @@ SECTIONS: dict[str, Any] = {
     "pipeline": PipelineSettings, "schedule": ScheduleSettings, "rollout": RolloutSettings, "sampling": Sampling,
     "algorithm": AlgoSettings, "learner": LearnerSettings, "model": ModelSettings, "chat": ChatSettings,
     "lora": LoraSettings, "warm_start": WarmStartSettings, "engine": EngineSettings, "environments": ProcessSettings,
-    "reward": ScorerSettings, "evaluation": EvaluationSettings,
+    "reward": RewardSettings, "evaluation": EvaluationSettings,
 }
 
 
@@ -184,6 +185,9 @@ def _check(recipe: Recipe) -> None:
         raise ConfigError("a recipe needs at least one task domain, for example [domains.frozen_lake]")
     if not any(entry.weight for entry in recipe.domains.values()):
         raise ConfigError("at least one domain needs a weight above 0; all are 0")
+    if not re.fullmatch(r"[\w. -]{1,100}", recipe.name) or recipe.name.startswith("."):
+        raise ConfigError(f"name must be 1 to 100 letters, digits, spaces or -_. and not begin with a dot (a run's "
+                          f"folder is called so); got {recipe.name!r}")
     if recipe.keep_checkpoints < 1:
         raise ConfigError(f"keep_checkpoints must be at least 1; got {recipe.keep_checkpoints}")
     rollout, minibatches = recipe.rollout, recipe.learner.minibatches
@@ -205,6 +209,10 @@ def _check(recipe: Recipe) -> None:
     if scoring > rollout.score_seconds:
         raise ConfigError(f"reward.score_seconds x (1 + reward.retries) = {scoring:g} s does not fit into "
                           f"rollout.score_seconds = {rollout.score_seconds:g} s")
+    for table, names in (("places", recipe.reward.places), ("functions", recipe.reward.functions)):
+        for name in names:
+            if name not in recipe.domains:
+                raise ConfigError(f"reward.{table}: no domain {name}{nearest(name, recipe.domains)}")
     if not recipe.pools:
         raise ConfigError("at least one pool of engines is needed, for example [pools.default]")
     bound: dict[str, str] = {}

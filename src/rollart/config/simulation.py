@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollart.algo.catalogue import resolve
 from rollart.algo.settings import AlgoSettings
 from rollart.config.toml import build, override, read_toml
 from rollart.control.pipeline import PipelineSettings
@@ -134,6 +133,8 @@ class SimRecipe:
         for table in (plain["train"], *plain["pools"].values()):
             if table["cost"] is None:
                 del table["cost"]
+        for section, keys in ACTS.items():
+            plain[section] = {k: plain[section][k] for k in keys}
         if self.schedule.alpha is None:
             del plain["schedule"]["alpha"]
         return plain
@@ -183,6 +184,8 @@ SECTIONS: dict[str, Any] = {
     "algorithm": AlgoSettings, "train": TrainSettings, "weights": WeightSettings, "reward": RewardCost,
     "environments": SimEnvironments, "faults": Faults, "calibration": Calibration,
 }
+ACTS = {"algorithm": ("filter", "truncated"), "pipeline": ("steps", "checkpoint_every", "step_seconds")}
+"""Keys of sections shared with training that mean something here (of other sections: all)."""
 
 
 def load_tables(path: Path, assignments: Sequence[str] = ()) -> dict[str, Any]:
@@ -220,7 +223,9 @@ def simulation_from(tables: Mapping[str, Any]) -> SimRecipe:
         elif key == "domains":
             values[key] = {name: _domain(name, table) for name, table in value.items()}
         else:
-            values[key] = build(SECTIONS[key], resolve(value) if key == "algorithm" else value, key)
+            if void := [k for k in value if k not in ACTS.get(key, value)]:
+                raise ConfigError(f"{key}.{void[0]} has no effect in a simulation, which does not learn: leave it out")
+            values[key] = build(SECTIONS[key], value, key)
     if "pipeline" in values and "checkpoint_every" not in tables["pipeline"]:
         values["pipeline"] = dataclasses.replace(values["pipeline"], checkpoint_every=0)
     recipe = SimRecipe(**values)
@@ -231,8 +236,8 @@ def simulation_from(tables: Mapping[str, Any]) -> SimRecipe:
 def _model(table: Mapping[str, Any]) -> Shape:
     name = table.get("name", "custom")
     if set(table) <= {"name"} and name not in MODELS:
-        raise ConfigError(f"model.name: no model {name}{nearest(str(name), MODELS)}; there are {', '.join(MODELS)}; or "
-                          "give the numbers (layers, hidden, heads, ...)")
+        raise ConfigError(f"model.name: no model {name}{nearest(str(name), MODELS)}; or give "
+                          "the numbers (layers, hidden, heads, ...)")
     base = dataclasses.asdict(MODELS[name]) if name in MODELS else {}
     return build(Shape, {**base, **table}, "model")
 
@@ -253,8 +258,12 @@ def _domain(name: str, table: Any) -> SimDomain:
 def _load(name: str, domain: SimDomain) -> Load:
     preset = domain.load or (name if name in DOMAINS else "")
     if preset and preset not in DOMAINS:
-        raise ConfigError(f"domains.{name}.load: no preset {preset}{nearest(preset, DOMAINS)}; there are "
-                          f"{', '.join(DOMAINS)}")
+        raise ConfigError(f"domains.{name}.load: no preset {preset}{nearest(preset, DOMAINS)}")
+    if not preset and not domain.records and not domain.settings:
+        raise ConfigError(f"domains.{name} says nothing of its episodes, and {name} is no preset"
+                          f"{nearest(name, DOMAINS)}; or give load, records or numbers")
+    if domain.records and (void := {"turns", "prompt", "observation", "action"} & domain.settings.keys()):
+        raise ConfigError(f"domains.{name}.{min(void)} has no effect beside records: remove one of them")
     base = DOMAINS[preset] if preset else Load()
     values = {f.name: getattr(base, f.name) for f in dataclasses.fields(Load)}
     for key, value in domain.settings.items():

@@ -217,6 +217,13 @@ class EvalEnded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RewardsSampled(Event):
+    """What the rewards did since this process began, by name: counts, and seconds where the name says so."""
+
+    figures: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointSaved(Event):
     version: Version
     path: str

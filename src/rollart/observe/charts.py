@@ -96,12 +96,12 @@ def learning_chart(title: str, train: Sequence[Point], held_out: Sequence[Point]
     return frame.svg(body, title)
 
 
-def lines_chart(title: str, series: Mapping[str, Sequence[Point]], last: float) -> str:
-    """Several lines over versions, from 0."""
+def lines_chart(title: str, series: Mapping[str, Sequence[Point]], last: float, x_label: str = "step") -> str:
+    """Several lines over versions (or what `x_label` says), from 0."""
     top = nice_top(max((y for points in series.values() for _, y in points), default=0.0))
     frame = Frame(440, 200, 0, last, top)
-    body = frame.axes("step") + "".join(
-        frame.line(points, f"mean c{i + 3}") for i, points in enumerate(series.values()))
+    body = frame.axes(x_label) + "".join(
+        frame.line(points, f"mean c{(i + 3) % 6}") for i, points in enumerate(series.values()))
     return frame.svg(body, title)
 
 

@@ -100,3 +100,9 @@ class LedgerView:
             "SELECT body, step + 1 FROM payloads JOIN trajectories t USING (grp, member) "
             "WHERE t.domain = ? AND fate = 'trained' ORDER BY step, grp", domain)
         return [(decode(body), version) for body, version in ([rows[0], rows[-1]] if len(rows) > 1 else rows)]
+
+    def recorded(self) -> list[Trajectory]:
+        """Every scored trajectory whose text is still there: samples of training and of the evaluations."""
+        bodies = self._rows("SELECT body FROM payloads UNION ALL SELECT body FROM eval_trajectories "
+                            "WHERE body IS NOT NULL")
+        return [trajectory for (body,) in bodies if (trajectory := decode(body)).score is not None]

@@ -1,13 +1,14 @@
-"""metrics.jsonl: one line when the run starts or resumes, one a step, one an evaluation; and the run's totals.
+"""metrics.jsonl: a line when the run starts or resumes, one a step, an evaluation, a change of the rewards' figures.
 
 Keeps true: a line is whole or absent; `wall_seconds` never falls, also over resumes; after a resume at version v no
-step after v is in the file (what those steps cost stays in the totals). Seconds are the journal's, so a simulated run
-reports simulated time. Waits for nothing.
+step after v is in the file (what those steps cost stays in the totals and in the rewards' figures). Seconds are the
+journal's, so a simulated run reports simulated time. Waits for nothing.
 
     {"kind": "start", "version", "steps", "resumed", "staleness_bound", "wall_seconds", "idle_seconds"}
     {"kind": "step", "version", "wall_seconds", "idle_seconds", "waited", "seconds", "tokens", "staleness", "metrics",
      "rewards", "successes", "slots", "totals", "share", "weights", "stages", "failures"}
     {"kind": "evaluation", "number", "version", "wall_seconds", "seconds", "domains"}
+    {"kind": "rewards", "version", "wall_seconds", "figures"}     whenever they have changed, at most twice a second
     {"kind": "end", "version", "reason", "wall_seconds", "idle_seconds"}
 """
 
@@ -23,6 +24,7 @@ from rollart.core.events import (
     BatchTaken,
     EvalEnded,
     Event,
+    RewardsSampled,
     RunEnded,
     RunStarted,
     StepEnded,
@@ -42,6 +44,7 @@ class Metrics:
         self.path, self._accounts, self._bound = Path(path), accounts, staleness_bound
         self._started: float | None = None
         self._at = self._wall_before = self._idle = 0.0
+        self._version = 0
         self._batch: BatchTaken | None = None
         self._weights: dict[str, float] = {}
         self._stages: defaultdict[str, Counter[str]] = defaultdict(Counter)  # seconds by domain and stage
@@ -80,22 +83,25 @@ class Metrics:
                            for r in event.results}
                 self._write(kind="evaluation", number=event.number, version=event.version, seconds=event.seconds,
                             domains=domains)
+            case RewardsSampled(figures=figures):
+                self._write(kind="rewards", version=self._version, figures=dict(figures))
             case RunEnded():
                 self._write(kind="end", version=event.version, reason=event.reason, idle_seconds=round(self._idle, 3))
 
     def _run_started(self, event: RunStarted) -> None:
         lines = read_metrics(self.path)
-        self._started = self._at
+        self._started, self._version = self._at, event.version
         if lines:
             self._wall_before = max(line["wall_seconds"] for line in lines)
             self._idle = max(line.get("idle_seconds", 0.0) for line in lines)
-            kept = [line for line in lines if line["kind"] == "start" or line["version"] <= event.version]
+            kept = [line for line in lines if line["kind"] in ("start", "rewards") or line["version"] <= event.version]
             atomic_write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self._write(kind="start", version=event.version, steps=event.steps, resumed=event.resumed,
                     staleness_bound=self._bound, idle_seconds=round(self._idle, 3))
 
     def _step_ended(self, event: StepEnded) -> None:
         report, tokens = event.report, self._accounts.token_totals()
+        self._version = event.version
         by_domain = self._accounts.by_domain()
         counts = self._accounts.counts()
         self._write(

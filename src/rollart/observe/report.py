@@ -70,7 +70,7 @@ def write_report(run_path: str | Path) -> Path:
     folder = RunFolder(run_path)
     with LedgerView(folder.database) as ledger:
         view = RunView(folder, run_state(run_path), summarise(run_path), read_metrics(folder.metrics), ledger)
-        parts = (_header, _headline, _learning, _staleness, _time, _weights, _ledger, _samples, _config)
+        parts = (_header, _headline, _learning, _staleness, _time, _rewards, _weights, _ledger, _samples, _config)
         body = "".join(part(view) for part in parts)
     style = resources.files(__package__).joinpath("report.css").read_text()
     page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
@@ -166,6 +166,41 @@ def _time(view: RunView) -> str:
     return _section("Where the time went", lead, _cards([
         f'<div class="card"><h3>A trajectory</h3><div class="rows">{rows}</div>{_legend(names, 0)}</div>',
         f'<div class="card"><h3>The trainer</h3>{trainer}</div>']))
+
+
+def _rewards(view: RunView) -> str:
+    """Calls and instances over time, and what they cost."""
+    total = view.summary["rewards"]
+    if not total.get("calls"):
+        return ""
+    lines = [line for line in view.lines if line["kind"] == "rewards"]
+    last = max(line["wall_seconds"] for line in lines)
+
+    def chart(title: str, **names: str) -> str:
+        series = {label: _held([(line["wall_seconds"], line["figures"][name]) for line in lines
+                                if name in line["figures"]])
+                  for name, label in names.items() if name in lines[-1]["figures"]}
+        drawn = f"{lines_chart(title, series, last, 'seconds')}{_legend(list(series), 3)}"
+        return f'<div class="card"><h3>{escape(title)}</h3>{drawn}</div>' if series else ""
+
+    rows = "".join(f"<tr><td>{escape(name.replace('_', ' '))}</td><td>{value:,.4g}</td></tr>"
+                   for name, value in total.items() if value or name in ("failed", "instances"))
+    lead = (f"{total['scored']:,.0f} of {total['calls']:,.0f} calls brought a score, half of them within "
+            f"{total['latency_p50_seconds']:.3g} s, 95 % within {total['latency_p95_seconds']:.3g} s.")
+    return _section("Rewards", lead, _cards([
+        chart("Trajectories being scored", in_flight="all", waiting="of them not let out yet"),
+        chart("Instances or reserved processes", instances="there"),
+        f'<div class="card scroll"><table><tr><th>rewards of the whole run</th><th></th></tr>{rows}</table></div>']))
+
+
+def _held(points: Sequence[tuple[float, float]], seconds: float = 0.5) -> list[tuple[float, float]]:
+    """Samples are told when something has changed: until `seconds` before the next one a value stays what it was."""
+    out: list[tuple[float, float]] = []
+    for x, y in points:
+        if out and out[-1][0] < x - seconds:
+            out.append((x - seconds, out[-1][1]))
+        out.append((x, y))
+    return out
 
 
 def _weights(view: RunView) -> str:

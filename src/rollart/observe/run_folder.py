@@ -60,6 +60,8 @@ class RunFolder:
         if self.exists():
             raise ConfigError(f"--run {self.path} needs a folder without a run, but it holds one: "
                               f"continue it with --resume {self.path}, or name another folder")
+        if self.path.is_dir() and any(self.path.iterdir()):
+            raise ConfigError(f"--run {self.path} needs a new or empty folder, but it holds other files")
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -84,7 +86,7 @@ class RunFolder:
 
     def rewrite_config(self, config: Mapping[str, Any]) -> None:
         """What a resume changed, so that the next resume and readers see it too."""
-        atomic_write(self.config, json.dumps(config, indent=2, sort_keys=True) + "\n")
+        atomic_write(self.config, json.dumps(config, indent=2) + "\n")
 
     def exists(self) -> bool:
         return self.config.exists() or self.database.exists()
@@ -93,9 +95,11 @@ class RunFolder:
         """The settings the run was started with. Raises ConfigError where there is no run."""
         try:
             config: dict[str, Any] = json.loads(self.config.read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(f"{self.path} holds no run (it has no config.json): "
                               "name the folder that --run was given, or start one with --run") from None
+        if "architectures" in config:
+            raise ConfigError(f"{self.path} is a checkpoint, not a run: name the run's folder")
         return config
 
     def close(self) -> None:

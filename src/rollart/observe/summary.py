@@ -58,8 +58,35 @@ def figures(lines: Sequence[Mapping[str, Any]], by_domain: Mapping[str, Mapping[
         "tokens": {"generated": sum(tokens.values()), "trained": tokens.get("trained", 0),
                    "wasted": sum(tokens.get(fate, 0) for fate in WASTED),
                    "wasted_by_fate": {fate: tokens.get(fate, 0) for fate in WASTED}},
+        "rewards": reward_figures(lines),
         "logprob_gap_step0": steps[0]["metrics"].get("logprob_gap") if steps else None,
     }
+
+
+_NOW = ("in_flight", "waiting", "queued", "instances")
+_HIGHEST = ("latency_p50_seconds", "latency_p95_seconds", "latency_max_seconds", "peak_instances")
+
+
+def reward_figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the rewards did in the whole run: sums over its processes, of latencies and peaks the highest.
+
+    `instances` and others of now are those at the end; `utilisation` is busy through alive seconds.
+    """
+    total: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+    for line in [*lines, {"kind": "start"}]:
+        if line["kind"] == "rewards":
+            last = line["figures"]
+        elif line["kind"] == "start":
+            for name, value in last.items():
+                if name in _NOW:
+                    total[name] = value
+                else:
+                    total[name] = max(total.get(name, 0), value) if name in _HIGHEST else total.get(name, 0) + value
+            last = {}
+    if total.get("alive_seconds"):
+        total["utilisation"] = total["busy_seconds"] / total["alive_seconds"]
+    return {name: round(value, 6) for name, value in total.items()}
 
 
 def write_summary(run_path: str | Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rewards of the domains that ship here: plain functions of a trajectory, called in any process, as often as one likes.
+"""Rewards of the domains that ship here: plain functions of a request, called in any process, as often as one likes.
 
 Keeps true: an answer is read from the agent's own actions, never from what an environment or a tool said; the format
 part is paid only to a failure and stays below a success: value 1 if solved, else 0.1 x the valid share of the actions.
@@ -7,13 +7,13 @@ part is paid only to a failure and stays below a success: value 1 if solved, els
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
-from collections.abc import Callable
+from typing import cast
 
 from rollart.core.errors import ConfigError
-from rollart.core.types import Score, Trajectory
-
-RewardFunction = Callable[[Trajectory], Score]
+from rollart.core.types import Score
+from rollart.rewards.contract import RewardFunction, RewardRequest
 
 FORMAT_WEIGHT = 0.1
 
@@ -21,28 +21,28 @@ _GUESS = re.compile(r"(?:^|\s)guess ([a-z])$")
 _ANSWER = re.compile(r"(?:^|\s)answer (-?\d{1,12})$")
 
 
-def frozen_lake(trajectory: Trajectory) -> Score:
+def frozen_lake(request: RewardRequest) -> Score:
     """Solved: the walk ended on the goal."""
-    return _score(trajectory, bool(_fact(trajectory, "success")))
+    return _score(request, bool(_fact(request, "success")))
 
 
-def guess(trajectory: Trajectory) -> Score:
+def guess(request: RewardRequest) -> Score:
     """Solved: the last action's guess is the secret. What it wrote before the guess counts for nothing."""
-    found = _GUESS.search(_last_action(trajectory))
-    return _score(trajectory, found is not None and found[1] == _fact(trajectory, "secret"))
+    found = _GUESS.search(request.answer.strip())
+    return _score(request, found is not None and found[1] == _fact(request, "secret"))
 
 
-def calculator(trajectory: Trajectory) -> Score:
+def calculator(request: RewardRequest) -> Score:
     """Solved: the last action is `answer` with the value of the expression. A right tool result alone is not."""
-    found = _ANSWER.search(_last_action(trajectory))
-    return _score(trajectory, found is not None and int(found[1]) == _fact(trajectory, "target"))
+    found = _ANSWER.search(request.answer.strip())
+    return _score(request, found is not None and int(found[1]) == _fact(request, "target"))
 
 
 REWARDS: dict[str, RewardFunction] = {"calculator": calculator, "frozen_lake": frozen_lake, "guess": guess}
 
 
 def reward_function(name: str) -> RewardFunction:
-    """The function of that name or `module:function`. Raises ConfigError."""
+    """The function of that name or `module:function`, ready to be called. Raises ConfigError."""
     if name in REWARDS:
         return REWARDS[name]
     module, _, attribute = name.partition(":")
@@ -52,20 +52,25 @@ def reward_function(name: str) -> RewardFunction:
         function = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         raise ConfigError(f"reward {name} needs the module {error.name}: install it or set PYTHONPATH") from None
+    except Exception as error:  # noqa: BLE001  foreign code, run by the import: whatever it raises is the user's
+        raise ConfigError(f"reward {name} cannot be imported: {type(error).__name__}: {error}") from None
     if not callable(function):
         raise ConfigError(f"{name} is not a function")
-    return function
+    try:
+        inspect.signature(function).bind(RewardRequest(id="", domain=""))
+    except TypeError as error:
+        raise ConfigError(f"reward {name} must take one argument, the RewardRequest: {error}") from None
+    if getattr(function, "executes_output", False):
+        raise ConfigError(f"reward {name} runs what the model wrote; this needs a sandbox, and there is none yet: "
+                          "it is refused")
+    return cast(RewardFunction, function)
 
 
-def _last_action(trajectory: Trajectory) -> str:
-    return str(trajectory.turns[-1].text).strip() if trajectory.turns else ""
+def _fact(request: RewardRequest, name: str) -> object:
+    return request.facts.get(name)
 
 
-def _fact(trajectory: Trajectory, name: str) -> object:
-    return trajectory.turns[-1].observation.facts.get(name) if trajectory.turns else None
-
-
-def _score(trajectory: Trajectory, success: bool) -> Score:
-    valid, actions = _fact(trajectory, "valid"), _fact(trajectory, "actions")
+def _score(request: RewardRequest, success: bool) -> Score:
+    valid, actions = _fact(request, "valid"), _fact(request, "actions")
     share = valid / actions if isinstance(valid, int) and isinstance(actions, int) and actions else 0.0
     return Score(1.0 if success else FORMAT_WEIGHT * share, success, {"success": float(success), "format": share})

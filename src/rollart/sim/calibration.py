@@ -38,6 +38,14 @@ class Calibration:
 
     kv_bytes_per_s: float = _is(25e9, "known", "200 Gb/s Ethernet: KV from prefill to decode engines")
 
+    def __post_init__(self) -> None:
+        zero = ("step_overhead_s", "sequence_overhead_s", "allreduce_s", "train_fixed_s", "pull_hidden")
+        for name, value in ((f.name, getattr(self, f.name)) for f in fields(self)):
+            share = name.endswith("_efficiency") or name in ("memory_share", "pull_hidden")
+            if not 0 <= value <= (1.0 if share else 1e15) or not (value or name in zero):
+                raise ValueError(f"{name} must be {'0 or more' if name in zero else 'above 0'}"
+                                 f"{', at most 1' if share else ''}; got {value:g}")
+
     @classmethod
     def rows(cls) -> list[tuple[str, float, str, str]]:
         """(name, value, kind, source) of each constant."""

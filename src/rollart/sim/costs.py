@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from rollart.core.errors import ConfigError
 from rollart.envs.domain import nearest
@@ -143,6 +143,14 @@ class StepCost:
     attention: float = 0.0
     load_s: float = 8.0
 
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if not getattr(self, f.name) >= 0:
+                raise ValueError(f"{f.name} must be 0 or more; got {getattr(self, f.name)}")
+        if self.chunk < 1 or not self.capacity or not self.seconds(1, 1, 0):
+            raise ValueError(f"chunk, capacity and the seconds of a step must be above 0; got chunk {self.chunk}, "
+                             f"capacity {self.capacity:g}, {self.seconds(1, 1, 0):g} s")
+
     def seconds(self, decoding: int, context: float, prefill: float) -> float:
         """One step. context: tokens of KV that the decoding sequences read, all together."""
         tokens = decoding + prefill
@@ -189,6 +197,11 @@ class TrainCost:
     fixed_s: float = 5.0
     token_s: float = 1 / 20_000
     attention: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.fixed_s < 0 or self.token_s < 0 or self.attention < 0:
+            raise ValueError(f"fixed_s, token_s and attention must be 0 or more; got {self.fixed_s:g}, "
+                             f"{self.token_s:g}, {self.attention:g}")
 
     def seconds(self, lengths: list[int]) -> float:
         """Of a batch of sequences with these lengths (tokens)."""
@@ -251,7 +264,7 @@ class Inventory:
 def gpu_kind(name: str, where: str) -> Gpu:
     """Raises ConfigError with the nearest name."""
     if name not in GPUS:
-        raise ConfigError(f"{where}: no GPU kind {name}{nearest(name, GPUS)}; there are {', '.join(GPUS)}")
+        raise ConfigError(f"{where}: no GPU kind {name}{nearest(name, GPUS)}")
     return GPUS[name]
 
 
@@ -262,7 +275,7 @@ def parse_cluster(text: str) -> Inventory:
         found = re.fullmatch(r"\s*(\d{1,6})\s*[xX*]\s*([A-Za-z0-9-]+)\s*", piece)
         if not found or int(found[1]) < 1:
             raise ConfigError(f"a cluster is written like 96xH800,32xH20; got {text!r}, of which {piece.strip()!r} "
-                              "is no COUNTxKIND")
+                              "is no COUNTxKIND with a count of 1 to 999999")
         gpu = gpu_kind(found[2].upper(), "cluster")
         counts[gpu.name] = counts.get(gpu.name, 0) + int(found[1])
     return Inventory(tuple(Part(gpu=GPUS[name], count=n) for name, n in counts.items()))

@@ -133,7 +133,8 @@ class RewardCost:
 
     def __post_init__(self) -> None:
         if self.instances < 0 or self.cold_start_s < 0 or self.idle_s < 0:
-            raise ValueError(f"needs instances, cold_start_s, idle_s >= 0; got {self}")
+            raise ValueError(f"needs instances, cold_start_s, idle_s >= 0; got {self.instances}, "
+                             f"{self.cold_start_s:g}, {self.idle_s:g}")
         if not self.serverless and not self.instances:
             raise ValueError("reserved rewards (serverless = false) need instances of at least 1; got 0")
 

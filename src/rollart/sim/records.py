@@ -26,6 +26,7 @@ CHARACTERS_PER_TOKEN = 4.0
 """Of English text and code under current tokenizers, about."""
 BLOCK = 512
 """Tokens that one of `hash_ids` stands for."""
+_ROLES = ("system", "user", "assistant", "tool")
 _CSV = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
@@ -51,6 +52,8 @@ def read_records(path: Path) -> Recorded:
     if not lines:
         raise ConfigError(f"records {path} is empty")
     if lines[0][1].strip().split(",") == _CSV:
+        if len(lines) == 1:
+            raise ConfigError(f"records {path} has no request below its heading")
         return _whole(path, lines[1:], _requests_csv)
     if not lines[0][1].lstrip().startswith("{"):
         raise ConfigError(f"records {path} line {lines[0][0]}: a trace begins with {','.join(_CSV)}, or each line is a "
@@ -113,10 +116,22 @@ def _requests_csv(rows: Iterator[list[str]]) -> Recorded:
     for row in rows:
         if len(row) != 3:
             raise _Bad(f"needs the three fields {','.join(_CSV)}; got {len(row)}")
-        before = _forward(datetime.fromisoformat(row[0].strip()[:26]).timestamp(), before)
+        before = _forward(_time(row[0].strip()), before)
         numbers = [int(field) if field.strip().lstrip("-").isdigit() else field for field in row[1:]]
         records.append(Record(_length(numbers[0], _CSV[1], 1), (_length(numbers[1], _CSV[2], 1),)))
     return Recorded(_some(records))
+
+
+def _time(text: str) -> float:
+    """Seconds, or a date and time as 2023-11-16 18:17:03.97."""
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        return datetime.fromisoformat(text[:26]).timestamp()
+    except ValueError:
+        raise _Bad(f"TIMESTAMP must be seconds or a time like 2023-11-16 18:17:03.97; got {text!r}") from None
 
 
 @dataclass(slots=True)
@@ -177,8 +192,9 @@ def _chats(lines: Iterator[Mapping[str, Any]]) -> Recorded:
     for line in lines:
         prompt, actions, seen = 0, [], []
         for message in line["turns"]:
-            if not isinstance(message, list) or len(message) != 2 or not isinstance(message[0], str):
-                raise _Bad(f"each of turns must be [role, characters]; got {message!r}")
+            if not isinstance(message, list) or len(message) != 2 or message[0] not in _ROLES:
+                raise _Bad(f"each of turns must be [role, characters] with a role of {', '.join(_ROLES)}; got "
+                           f"{message!r}")
             characters = _length(message[1], "characters")
             if message[0] == "assistant":
                 actions.append(characters)

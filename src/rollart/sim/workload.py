@@ -37,7 +37,8 @@ class Spread:
 
     def __post_init__(self) -> None:
         if not 0 <= self.mean < math.inf or not 0 <= self.sigma < math.inf or not 0 <= self.low <= self.high:
-            raise ValueError(f"needs mean, sigma >= 0 and 0 <= low <= high; got {self}")
+            raise ValueError(f"needs mean, sigma >= 0 and 0 <= low <= high; got mean {self.mean:g}, sigma "
+                             f"{self.sigma:g}, low {self.low:g}, high {self.high:g}")
         if self.shape not in ("lognormal", "normal"):
             raise ValueError(f"shape must be lognormal or normal; got {self.shape!r}")
         if not 0 <= self.tail_probability <= 1 or self.tail < 0:
@@ -126,7 +127,8 @@ class Load:
         if self.records:
             record = self.records[draw(seed, "record", number) % len(self.records)]
             return Plan(len(record.actions), record.prompt, record.observations)
-        turns = max(1, round(self.turns.draw(seed, "turns", number, common=("turns", task), alike=self.alike)))
+        turns = self.turns.draw(seed, "turns", number, common=("turns", task), alike=self.alike)
+        turns = max(1, round(min(turns, self.max_turns)))
         tokens = [round(self.observation.draw(seed, "observation", number, turn)) for turn in range(turns - 1)]
         return Plan(turns, max(1, round(self.prompt.draw(seed, "prompt", task))), tokens)
 

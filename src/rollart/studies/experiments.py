@@ -255,8 +255,8 @@ def _disaggregation(get: Get) -> list[Row]:
 
 TABLES: Mapping[str, Table] = {table.name: table for table in (
     Table("end_to_end", "Time to a score of 0.85, 32B, alpha 1", _end_to_end,
-          note="Against Sync+ ours is smaller: our 32B spends more of a step in training, which no schedule "
-               "shortens."),
+          note="Against Sync+ ours is at the lower edge: our 32B spends more of a step in training, which no "
+               "schedule shortens."),
     Table("throughput", "Throughput of five systems on the paper's cluster and mix", _throughput,
           note="At 8B our step is bound by rollout, at 32B by training, and the paper's ranges hold for all "
                "sizes: so at 8B the barrier of each turn (Sync) and of each round (One-off) costs more here than "
@@ -274,7 +274,9 @@ TABLES: Mapping[str, Table] = {table.name: table for table in (
           note="Twice the engines do not halve our rollout: its end is a few long episodes that no second GPU "
                "shortens. The busy share counts cold starts and the idle time-out of an instance, which a "
                "platform does not bill."),
-    Table("staleness", "R4: what a larger staleness bound brings", _staleness),
+    Table("staleness", "R4: what a larger staleness bound brings", _staleness,
+          note="At 8B our step is bound by rollout, so that more groups in flight bring more than in the paper; at 32B "
+               "it is bound by training, and they bring nothing."),
     Table("weights", "Weights moved in the background", _weight_sync),
     Table("redundancy", "Redundant groups and members, GEM-math", _redundancy),
     Table("disaggregation", "Prefill and decode on GPUs of their own, SWE, batch 128", _disaggregation,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, TypeVar
@@ -42,6 +43,7 @@ def map_all(function: Callable[..., T], calls: Sequence[tuple[Any, ...]], proces
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task(what, total=len(calls))
         context = multiprocessing.get_context("spawn")
+        before = signal.signal(signal.SIGTERM, _stop)
         with ProcessPoolExecutor(workers, mp_context=context) as pool:
             futures = {pool.submit(function, *call): i for i, call in enumerate(calls)}
             try:
@@ -49,6 +51,15 @@ def map_all(function: Callable[..., T], calls: Sequence[tuple[Any, ...]], proces
                     out[futures[future]] = future.result()
                     progress.advance(bar)
             except BaseException:
+                for child in multiprocessing.active_children():
+                    child.terminate()
                 pool.shutdown(cancel_futures=True)
                 raise
+            finally:
+                signal.signal(signal.SIGTERM, before)
     return out
+
+
+def _stop(number: int, frame: object) -> None:
+    """SIGTERM: end like Ctrl-C, so that no worker is left behind."""
+    raise KeyboardInterrupt

@@ -66,7 +66,7 @@ def reproduce_tables(names: Sequence[str], *, console: Console, processes: int =
     """
     for name in names:
         if name not in TABLES:
-            raise ConfigError(f"no table {name}{nearest(name, TABLES)}; there are {', '.join(TABLES)}")
+            raise ConfigError(f"no table {name}{nearest(name, TABLES)}")
     tables = [TABLES[name] for name in dict.fromkeys(names)]
     found = run_all(_ask(tables), console=console, processes=processes, seed=seed, what="simulations")
     rows = {table.name: list(table.rows(lambda recipe: found[key(recipe)])) for table in tables}

@@ -4,21 +4,24 @@ import time
 import pytest
 from troublesome import trouble_task
 
-from rollart.backends.process.scorer import ProcessScorer, ScorerSettings
+from rollart.backends.process.scorer import ProcessScorer
 from rollart.core.errors import ConfigError, ScorerFailed
 from rollart.core.tokens import ids
 from rollart.core.types import Observation, Outcome, Trajectory, TrajectoryId
+from rollart.rewards.contract import probe_request, request_of
+from rollart.rewards.settings import RewardSettings
 
 MOODY = {"troublesome:Trouble": "troublesome:moody"}
 
 
 def trajectory(**payload):
-    return Trajectory(TrajectoryId(1, 2), trouble_task(**payload), ids([1]), Observation(), (), Outcome.FINISHED)
+    return request_of(Trajectory(TrajectoryId(1, 2), trouble_task(**payload), ids([1]), Observation(), (),
+                                 Outcome.FINISHED), 30)
 
 
 def run(story, rewards=MOODY, **values):
     async def main():
-        scorer = ProcessScorer(rewards, ScorerSettings(**values))
+        scorer = ProcessScorer(rewards, RewardSettings(**values))
         try:
             async with asyncio.timeout(30):
                 return await story(scorer)
@@ -51,7 +54,7 @@ def test_a_retry_gives_the_score_of_the_call_that_worked(mood, tmp_path):
     assert run(story, score_seconds=0.5).value == 0.5
 
 
-@pytest.mark.parametrize(("mood", "says"), [("crash", "ended with code 3"), ("nan", "ValueError: Out of range float")])
+@pytest.mark.parametrize(("mood", "says"), [("crash", "ended with code 3"), ("nan", "BadScore: a score's value must")])
 def test_no_score_is_an_error_and_never_zero(mood, says):
     async def story(scorer):
         with pytest.raises(ScorerFailed, match=says):
@@ -80,5 +83,20 @@ def test_a_domain_without_a_reward_and_a_reward_that_does_not_exist_are_refused(
             await scorer.score(trajectory(mood="good"))
 
     run(story, rewards={"guess": "guess"})
+    async def unknown():
+        ProcessScorer({"guess": "gess"}, RewardSettings())
+
     with pytest.raises(ConfigError, match="no reward 'gess'"):
-        ProcessScorer({"guess": "gess"}, ScorerSettings())
+        asyncio.run(unknown())
+
+
+def test_the_call_at_the_start_finds_a_function_that_gives_no_score_and_pardons_one_that_raises():
+    async def story(scorer):
+        await scorer.probe(probe_request("raises", 1))
+        for domain, says in (("nan", "must be a finite number"), ("none", "returns a Score; got NoneType"),
+                             ("exits", "ended with code 4"), ("hangs", "no answer within 3 s")):
+            with pytest.raises(ConfigError, match=says):
+                await scorer.probe(probe_request(domain, 1))
+
+    run(story, rewards={name: f"troublesome:{name}" for name in ("raises", "nan", "none", "exits", "hangs")},
+        score_seconds=3.0)

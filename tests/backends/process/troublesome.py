@@ -66,13 +66,13 @@ class _Episode(Episode):
         pass
 
 
-def fine(trajectory):
+def fine(request):
     return Score(1.0, True, {"pid": float(os.getpid())})
 
 
-def moody(trajectory):
+def moody(request):
     """Hangs, crashes or gives no number, as the task says; `once`: only as long as that file is not there."""
-    payload = trajectory.task.payload
+    payload = request.payload
     if "once" in payload:
         if os.path.exists(payload["once"]):
             return Score(0.5)
@@ -84,7 +84,27 @@ def moody(trajectory):
             os._exit(3)
         case "nan":
             return Score(float("nan"))
-    return fine(trajectory)
+    return fine(request)
+
+
+def raises(request):
+    raise KeyError("target")
+
+
+def nan(request):
+    return Score(float("nan"))
+
+
+def none(request):
+    return None
+
+
+def exits(request):
+    os._exit(4)
+
+
+def hangs(request):
+    time.sleep(600)
 
 
 def trouble_task(id="t", **payload):

@@ -28,6 +28,10 @@ class WorkerFailed(Exception):
     """A worker died, was late, or its code raised. The caller turns it into the error of its port."""
 
 
+class CodeRaised(WorkerFailed):
+    """The code in the worker raised; the text begins with the exception's name."""
+
+
 class NoFreeWorker(Exception):
     """No worker became free in time, or the pool is closed."""
 
@@ -62,7 +66,7 @@ class Worker:
         except ValueError:
             raise WorkerFailed("its answer is not JSON") from None
         if not ok:
-            raise WorkerFailed(value)
+            raise CodeRaised(value)
         return value
 
 

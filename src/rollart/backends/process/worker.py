@@ -13,18 +13,19 @@ import random
 import resource
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rollart.backends.process import wire
 from rollart.core.clock import draw
-from rollart.core.types import Action, Score, Task, Trajectory
+from rollart.core.types import Action, Task
 from rollart.envs.domain import Domain, Episode
+from rollart.rewards.contract import RewardFunction, RewardRequest, call
 
 
 def serve(connection: socket.socket, domains: Mapping[str, Domain],
-          rewards: Mapping[str, Callable[[Trajectory], Score]]) -> None:
+          rewards: Mapping[str, RewardFunction]) -> None:
     """Answer requests until end of file."""
     desk = _Desk(domains, rewards)
     stream = connection.makefile("rb")
@@ -51,7 +52,7 @@ def limit_memory(megabytes: int) -> None:
 class _Desk:
     """One method per kind of request."""
 
-    def __init__(self, domains: Mapping[str, Domain], rewards: Mapping[str, Callable[[Trajectory], Score]]) -> None:
+    def __init__(self, domains: Mapping[str, Domain], rewards: Mapping[str, RewardFunction]) -> None:
         self._domains, self._rewards = domains, rewards
         self._episode: Episode
 
@@ -67,8 +68,8 @@ class _Desk:
         self._episode.close()
         del self._episode
 
-    def score(self, trajectory: Trajectory) -> list[Any]:
-        return wire.pack_score(self._rewards[trajectory.task.domain](trajectory))
+    def score(self, request: RewardRequest) -> list[Any]:
+        return wire.pack_score(call(self._rewards[request.domain], [request])[0])
 
 
 def _seed_globals(task: Task) -> None:
