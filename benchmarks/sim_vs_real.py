@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import shutil
 import statistics
@@ -40,7 +41,9 @@ from rollart.sim.world import SimPool, World, simulate
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
 SCHEDULES = ("sync", "one_off", "rollart")
-BATCHES, CONTEXT, SAMPLED = (1, 16, 64, 128, 192), 160, 40
+BATCHES, CONTEXT, SAMPLED = (1, 16, 64, 128, 192), 160, (2, 40)  # two lengths tell prefill from decode
+GLUE = 7
+"""Tokens that the simulated renderer adds to a message and the next header; recorded lengths have them already."""
 
 
 class Watch:
@@ -98,15 +101,15 @@ async def engine_cost(recipe: Recipe) -> StepCost:
     await engine.load_weights(manifest)
     rows, seconds = [], []
     try:
-        for repeat in range(3):
-            for batch in BATCHES:
+        for repeat, (batch, most) in enumerate(itertools.product(BATCHES, SAMPLED)):
+            for timed in (False, True, True):  # the first warms up
                 prompts = [ids([2 + (i * 7 + j) % 90 for j in range(CONTEXT)]) for i in range(batch)]
                 begun = time.perf_counter()
                 done = await asyncio.gather(*[engine.generate(GenerateRequest(
-                    TrajectoryId(repeat, i), 0, "", prompt, SAMPLED, seed=i)) for i, prompt in enumerate(prompts)])
+                    TrajectoryId(repeat, i), 0, "", prompt, most, seed=i)) for i, prompt in enumerate(prompts)])
                 took = time.perf_counter() - begun
                 steps, sampled = max(len(c.tokens) for c in done), sum(len(c.tokens) for c in done)
-                if repeat:  # the first round warms up
+                if timed:
                     rows.append([steps, sampled, batch * CONTEXT])
                     seconds.append(took)
                 for i in range(batch):
@@ -125,8 +128,8 @@ def loads(recipe: Recipe, watch: Watch) -> dict[str, Load]:
     out = {}
     for name in recipe.domains:
         mine = [t for t in watch.trajectories if t.task.domain == name]
-        records = tuple(Record(len(t.prompt), tuple(len(turn.completion.tokens) for turn in t.turns),
-                               tuple(len(turn.reply) for turn in t.turns[:-1])) for t in mine)
+        records = tuple(Record(len(t.prompt) - GLUE, tuple(len(turn.completion.tokens) for turn in t.turns),
+                               tuple(max(1, len(turn.reply) - GLUE) for turn in t.turns[:-1])) for t in mine)
 
         def spread(stage: str, calls: bool = False, mine: list[Trajectory] = mine) -> Spread:
             return Spread(values=tuple(t.seconds.get(stage, 0.0) / (len(t.turns) if calls else 1) for t in mine))
