@@ -160,12 +160,12 @@ def recipe(where: str, steps: int) -> dict[str, Any]:
         "name": "rewards", "seed": 1, "pipeline": {"steps": steps, "checkpoint_every": 0},
         "schedule": {"name": "sync_plus"}, "evaluation": {"tasks": 0},
         "rollout": {"batch_groups": 8, "group_size": 8},
-        "model": {"small": {"layers": 4, "width": 256, "heads": 4, "kv_heads": 2, "mlp": 512}},
+        "model": {"small": {"layers": 3, "width": 128, "heads": 4, "kv_heads": 2, "mlp": 256}},
         "engine": {"threads": 1}, "learner": {"threads": 1 if reserved else 2},
         "pools": {"default": {"replicas": 1 if reserved else 2}},
         "reward": {"where": where, "processes": 1, "functions": {"calculator": "rewards:working"},
                    "elastic": {"max_instances": 2, "idle_seconds": 0.5}},
-        "domains": {"calculator": {}},
+        "domains": {"calculator": {"max_tokens": 16}},
     }
 
 
