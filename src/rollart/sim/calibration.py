@@ -35,7 +35,6 @@ class Calibration:
     pull_bytes_per_s: float = _is(2.20e9, "fitted", "paper: pull of the same takes 6.2/16.3/29.7 s")
     pull_hidden: float = _is(0.72, "fitted", "paper: 67-78 % of the pull is hidden behind rollout")
     rdma_bytes_per_s: float = _is(7.0e9, "fitted", "paper: RDMA over 400 Gb/s takes 5.5/5.8/9.4 s")
-
     kv_bytes_per_s: float = _is(25e9, "known", "200 Gb/s Ethernet: KV from prefill to decode engines")
 
     def __post_init__(self) -> None:
