@@ -8,6 +8,7 @@
         PortError          a remote piece failed across a port; the control plane decides what follows
           EngineLost       the engine died; carries what was generated so far, so that the turn goes on elsewhere
           EnvironmentFailed   the environment crashed, hung past its limit or could not be opened
+          SandboxFailed    the sandbox died, could not be opened or gave no answer in time
           ScorerFailed     the reward call failed; the trajectory stays unscored (never 0)
           TrainerLost      the learner died; the newest checkpoint is the way back
           NoCapacity       the cluster cannot start this role
@@ -53,6 +54,10 @@ class EngineLost(PortError):
 
 class EnvironmentFailed(PortError):
     """The environment crashed, hung past its limit, or could not be opened."""
+
+
+class SandboxFailed(PortError):
+    """The sandbox died, could not be opened, or gave no answer in time. What ran in it has no result."""
 
 
 class ScorerFailed(PortError):
