@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from rollart import __version__, cli_sim
+from rollart import __version__, cli_envs, cli_sim
 from rollart.cli_base import Sets, clear_errors, console, errors, tell
 from rollart.cli_reward import reward_app
 from rollart.config.recipe import Recipe, from_tables, load_recipe
@@ -25,6 +25,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
                   help="Disaggregated, asynchronous, multi-task agentic RL training of LLMs.")
 envs_app = typer.Typer(no_args_is_help=True, help="List the task domains, or play one in the terminal.")
 app.add_typer(envs_app, name="envs")
+cli_envs.register(envs_app)
 app.add_typer(reward_app, name="reward")
 cli_sim.register(app)
 

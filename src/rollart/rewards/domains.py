@@ -38,7 +38,12 @@ def calculator(request: RewardRequest) -> Score:
     return _score(request, found is not None and int(found[1]) == _fact(request, "target"))
 
 
-REWARDS: dict[str, RewardFunction] = {"calculator": calculator, "frozen_lake": frozen_lake, "guess": guess}
+def swe(request: RewardRequest) -> Score:
+    """Solved: every test that the bug broke passes again, and every other one still does."""
+    return _score(request, bool(_fact(request, "success")))
+
+
+REWARDS: dict[str, RewardFunction] = {"calculator": calculator, "frozen_lake": frozen_lake, "guess": guess, "swe": swe}
 
 
 def reward_function(name: str) -> RewardFunction:
