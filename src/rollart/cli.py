@@ -25,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
                   help="Disaggregated, asynchronous, multi-task agentic RL training of LLMs.")
 envs_app = typer.Typer(no_args_is_help=True, help="List the task domains, or play one in the terminal.")
 app.add_typer(envs_app, name="envs")
-cli_envs.register(envs_app)
+envs_app.command()(cli_envs.make_swe)
 app.add_typer(reward_app, name="reward")
 cli_sim.register(app)
 

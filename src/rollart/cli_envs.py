@@ -13,34 +13,27 @@ from rollart.cli_base import clear_errors, console
 from rollart.core.errors import ConfigError
 
 
-def register(app: typer.Typer) -> None:
-    app.command("make-swe")(make_swe)
-
-
 def make_swe(
-    source: Annotated[str, typer.Argument(metavar="PACKAGE|FOLDER|humaneval", help="What pip knows, or its source.")],
+    source: Annotated[str, typer.Argument(metavar="PACKAGE|FOLDER|humaneval", help="What pip knows, or a folder.")],
     out: Annotated[Path, typer.Option(help="Folder of the set; goes on with one that was begun.")],
     count: Annotated[int, typer.Option(help="Tasks to have.")] = 100,
     seed: Annotated[int, typer.Option(help="Order of the mutants.")] = 0,
     bugs: Annotated[int, typer.Option(help="Mutations in each task's function.")] = 1,
-    workers: Annotated[int, typer.Option(help="Test runs at a time; 0: one a core.")] = 0,
+    workers: Annotated[int, typer.Option(help="Runs of tests at a time; 0: one a core.")] = 0,
     test_seconds: Annotated[float, typer.Option(help="Deadline of one run of tests.")] = 20.0,
     sandbox: Annotated[str, typer.Option(help="Where they run: auto, bubblewrap, podman, docker or trust.")] = "auto",
 ) -> None:
     """Make bug-fix tasks: mutate a package's functions, keep what its tests tell apart. Ctrl-C, and go on later."""
-    with clear_errors():
+    with clear_errors(), console.status("") as status:
         from rollart.envs.swe.make import MakeSettings, make_set
 
         began = time.monotonic()
-        with console.status("") as status:
-            try:
-                settings = MakeSettings(count=count, seed=seed, bugs=bugs, workers=workers or os.cpu_count() or 1,
-                                        test_seconds=test_seconds, sandbox=sandbox)
-            except ValueError as error:
-                raise ConfigError(f"make-swe: {error}") from None
-            verdicts = make_set(source, out, settings, lambda what, kept, tried: status.update(
-                f"{what}: {kept} of {count} tasks from {tried} mutants, {time.monotonic() - began:.0f} s"))
-    console.print(f"{out}: {verdicts['kept']} tasks from {verdicts.total()} mutants in {time.monotonic() - began:.0f} s: "
-                  + ", ".join(f"{name} {number}" for name, number in verdicts.most_common()))
-    if verdicts["kept"] < count:
-        console.print(f"there are no more mutants: fewer than the {count} tasks asked for")
+        try:
+            settings = MakeSettings(count=count, seed=seed, bugs=bugs, workers=workers or os.cpu_count() or 1,
+                                    test_seconds=test_seconds, sandbox=sandbox)
+        except ValueError as error:
+            raise ConfigError(f"make-swe: {error}") from None
+        verdicts = make_set(source, out, settings, lambda what, kept, tried: status.update(
+            f"{what}: {kept} of {count} tasks from {tried} mutants, {time.monotonic() - began:.0f} s"))
+    console.print(f"{out}: {verdicts['kept']} of {count} tasks from {verdicts.total()} mutants, this time in "
+                  f"{time.monotonic() - began:.0f} s: " + ", ".join(f"{n} {name}" for name, n in verdicts.most_common()))

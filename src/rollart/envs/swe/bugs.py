@@ -1,17 +1,13 @@
-"""Bug-fix tasks: find and mend a bug in a package, with a shell, a viewer and an editor; tests decide.
+"""Bug-fix tasks: find and mend a bug in a Python package, with a shell, a viewer and an editor; its tests decide.
 
 Keeps true: a fix is scored in a fresh sandbox that holds the package as it was given, tests and settings included, and
 of the agent's work only the source files that were there before; so tests that it changed, files that it added and
-processes that it left count for nothing. An action is one call:
-
-    <bash>grep -rn needle .</bash>                          <view>{"path": "a/b.py", "start": 10, "end": 40}</view>
-    <edit>{"path": "a/b.py", "old": "x", "new": "y"}</edit>     <submit></submit>     (`old` stands once in the file)
+processes that it left count for nothing. An action is one call, of which the first in a text counts (see `rules`).
 """
 
 from __future__ import annotations
 
 import io
-import json
 import random
 import tarfile
 from collections.abc import Mapping
@@ -23,9 +19,11 @@ from rollart.core.clock import stream
 from rollart.core.errors import ConfigError
 from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.domain import Domain, DomainSettings, Episode, Player
-from rollart.envs.swe.task_set import SHIPPED, BugTask, TaskSet, opened, read_set, run_tests, test_files
+from rollart.envs.swe.task_set import SHIPPED, TaskSet, opened, read_set, run_tests, test_files
 from rollart.envs.tool_calls import ToolCall, parse, render
 from rollart.sandbox import SandboxSettings
+
+_SUBMIT = ToolCall("submit", {"input": ""})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +31,15 @@ class BugFixSettings(DomainSettings):
     """path: folder of a task set (`rollart envs make-swe`); empty: the small one that ships.
 
     hints: 2 names the file and the function, 1 the file, 0 neither. bugs: only tasks with so many mutations (0: all).
-    call_seconds, test_seconds: deadline of a tool call, and of the tests that score. output_chars: most of an
-    answer (characters; the first and the last half). sandbox: kind, see SandboxSettings; memory_mb: its (10^6 bytes).
+    call_seconds, test_seconds: deadline of a tool call, and of the tests that score; a last step may take both.
+    output_chars: most of an answer (characters; its first and last half). sandbox, memory_mb: see SandboxSettings.
     """
 
     path: str = ""
     hints: int = 2
     bugs: int = 0
-    call_seconds: float = 20.0
-    test_seconds: float = 40.0
+    call_seconds: float = 15.0
+    test_seconds: float = 30.0
     output_chars: int = 4000
     sandbox: str = "auto"
     memory_mb: int = 512
@@ -59,7 +57,7 @@ class BugFixSettings(DomainSettings):
 
 
 class BugFix(Domain):
-    """Payload: the task's `id` in the set."""
+    """Payload: the task's `id` in its set."""
 
     name = "swe"
     reward = "swe"
@@ -87,18 +85,41 @@ class BugFix(Domain):
         return _Work(self, task)
 
     def player(self, task: Task, seed: int, error_rate: float) -> Player:
-        return _Fixer(self.set.tasks[task.payload["id"]], stream(seed, "player", task.id), error_rate)
+        """Looks, puts in the reference patch, submits; errs by submitting at once."""
+        bug, rng = self.set.tasks[task.payload["id"]], stream(seed, "player", task.id)
+        calls = [ToolCall("bash", {"input": f"grep -n 'def ' {bug.file}"}),
+                 ToolCall("edit", {"path": bug.file, "old": bug.bad, "new": bug.good}), _SUBMIT]
+        return _Player(lambda: _SUBMIT if rng.random() < error_rate else calls.pop(0))
 
     def random_player(self, task: Task, seed: int) -> Player:
-        return _Tinker(self.set, stream(seed, "random", task.id))
+        """Valid calls on any source file: looks, takes a line out, submits in the end."""
+        rng = stream(seed, "random", task.id)
+
+        def call() -> ToolCall:
+            path = rng.choice(self.set.sources)
+            lines = self.set.files[path].decode().splitlines() or [""]
+            at = rng.randrange(len(lines))
+            return rng.choice([ToolCall("bash", {"input": f"wc -l {path}"}), _SUBMIT,
+                               ToolCall("view", {"path": path, "start": at, "end": at + 9}),
+                               ToolCall("edit", {"path": path, "old": lines[at], "new": ""})])
+
+        return _Player(call)
+
+
+class _Player:
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def act(self, observation: Observation) -> str:
+        return render(self._call(), "tags")
 
 
 class _Work(Episode):
     def __init__(self, domain: BugFix, task: Task) -> None:
-        self._domain, self._max_turns = domain, task.max_turns
-        if task.payload["id"] not in domain.set.tasks:
-            raise ConfigError(f"{task.id}: no task {task.payload['id']} in the set: was it made anew?")
-        self._bug: BugTask = domain.set.tasks[task.payload["id"]]
+        self._domain, self._max_turns, known = domain, task.max_turns, domain.set.tasks
+        if task.payload["id"] not in known:
+            raise ConfigError(f"{task.id}: the set has no task {task.payload['id']}; was it made anew?")
+        self._bug = known[task.payload["id"]]
         self._given = domain.set.with_bug(self._bug)
         self._actions = self._valid = 0
         self._sandbox = opened(domain.box, self._given)
@@ -107,39 +128,38 @@ class _Work(Episode):
         return Observation(self._domain.start(Message("user", self._bug.statement(self._domain.settings.hints))))
 
     def step(self, action: Action) -> Observation:
-        calls = parse(str(action.text), "tags")
+        call = next(iter(parse(str(action.text), "tags")), None)
+        text = self._answer(call) if call else "? one call: <bash>, <view>, <edit> or <submit>"
+        submitted = call is not None and call.name == "submit"
         self._actions += 1
-        text = self._call(calls[0]) if calls else "? one call: <bash>, <view>, <edit> or <submit>"
         self._valid += not text.startswith("? ")
-        submitted = bool(calls) and calls[0].name == "submit"
         done = submitted or self._actions >= self._max_turns
-        facts: dict[str, Any] = {"success": False, "valid": self._valid, "actions": self._actions}
-        if done:
-            facts |= self._score()
+        facts = {"success": False, "valid": self._valid, "actions": self._actions} | (self._score() if done else {})
         return Observation(() if submitted else (Message("tool", text),), done=done, truncated=done and not submitted,
-                           reward=float(facts["success"]), facts=facts)
+                           reward=float(bool(facts["success"])), facts=facts)
 
     def close(self) -> None:
         self._sandbox.close()
 
-    def _call(self, call: ToolCall) -> str:
-        """The answer; it begins with `? ` where the call is not of the form that it should have."""
+    def _answer(self, call: ToolCall) -> str:
+        """It begins with `? ` where the call does not have the form that it should."""
         given = call.arguments
         try:
             match call.name:
                 case "bash":
-                    ran = self._sandbox.run(str(given.get("command", given.get("input", ""))))
-                    end = f"\n[no end within {ran.seconds:.0f} s]" if ran.timed_out else f"\n[exit code {ran.code}]"
+                    ran = self._sandbox.run(str(given["input"] if "input" in given else given["command"]))
+                    end = f"[no end within {ran.seconds:.0f} s]" if ran.timed_out else f"[exit code {ran.code}]"
                     return self._clip(ran.stdout + ran.stderr) + (end if ran.code or ran.timed_out else "")
                 case "view":
-                    lines = self._read(given.get("path", given.get("input"))).splitlines()
+                    lines = self._read(given["input"] if "input" in given else given["path"]).splitlines()
                     first, last = int(given.get("start", 1)), int(given.get("end", len(lines)))
-                    shown = list(enumerate(lines, 1))[max(first - 1, 0):last]
+                    shown = list(enumerate(lines, 1))[max(first - 1, 0):max(last, 0)]
                     return self._clip("\n".join(f"{number:5} {line}" for number, line in shown))
                 case "edit":
                     path, old, new = (str(given[key]) for key in ("path", "old", "new"))
-                    if (count := (text := self._read(path)).count(old)) != 1 or not old:
-                        return f"? old stands {count} times in {path}, not once"
+                    text = self._read(path)
+                    if not old or text.count(old) != 1:
+                        return f"? old must stand once in {path}; it stands there {text.count(old) if old else 0} times"
                     self._sandbox.write(path, text.replace(old, new))
                     return f"edited {path}"
                 case "submit":
@@ -148,15 +168,15 @@ class _Work(Episode):
             return f"? {call.name} needs {missing}, as JSON"
         except (OSError, ValueError, TypeError) as error:
             return f"? {call.name}: {error}"
-        return f"? no tool {call.name}: there are bash, view, edit, submit"
+        return f"? no tool {call.name}: there are bash, view, edit and submit"
 
     def _read(self, path: object) -> str:
         return self._sandbox.read(str(path)).decode()
 
     def _clip(self, text: str) -> str:
         half = self._domain.settings.output_chars // 2
-        left_out = len(text) - 2 * half
-        return text if left_out <= 0 else f"{text[:half]}\n... {left_out} characters ...\n{text[-half:]}"
+        more = len(text) - 2 * half
+        return text if more <= 0 else f"{text[:half]}\n... {more} characters ...\n{text[-half:]}"
 
     def _score(self) -> dict[str, Any]:
         bug, domain = self._bug, self._domain
@@ -167,39 +187,11 @@ class _Work(Episode):
                 "fail_to_pass": [fixed, len(bug.FAIL_TO_PASS)], "pass_to_pass": [kept, len(bug.PASS_TO_PASS)]}
 
     def _changed(self) -> Mapping[str, bytes]:
-        """The source files as the agent left them; what cannot be read is as it was."""
+        """The source files as the agent left them; all as they were where its folder cannot be read."""
         try:
             with tarfile.open(fileobj=io.BytesIO(self._sandbox.snapshot().data)) as tar:
-                entries = {entry.name.removeprefix("./"): entry for entry in tar if entry.isreg()}
-                return {name: tar.extractfile(entries[name]).read()  # type: ignore[union-attr]
-                        for name in self._domain.set.sources if name in entries}
+                left = {name: tar.extractfile(entry) for entry in tar if entry.isreg()
+                        and (name := entry.name.removeprefix("./")) in self._domain.set.sources}
+                return {name: file.read() for name, file in left.items() if file}
         except (OSError, tarfile.TarError):
             return {}
-
-
-class _Fixer:
-    """Looks at the function, puts in the reference patch, submits. Errs by submitting at once."""
-
-    def __init__(self, bug: BugTask, rng: random.Random, error_rate: float) -> None:
-        self._calls = [ToolCall("bash", {"input": f"grep -n 'def ' {bug.file}"}),
-                       ToolCall("edit", {"path": bug.file, "old": bug.bad, "new": bug.good}), ToolCall("submit", {"input": ""})]
-        self._rng, self._error_rate = rng, error_rate
-
-    def act(self, observation: Observation) -> str:
-        call = self._calls.pop(0)
-        return render(ToolCall("submit", {"input": ""}) if self._rng.random() < self._error_rate else call, "tags")
-
-
-class _Tinker:
-    """Valid calls on any source file: looks, runs, and takes lines out; submits in the end."""
-
-    def __init__(self, tasks: TaskSet, rng: random.Random) -> None:
-        self._tasks, self._rng = tasks, rng
-
-    def act(self, observation: Observation) -> str:
-        path = self._rng.choice(self._tasks.sources)
-        lines = self._tasks.files[path].decode().splitlines() or [""]
-        at = self._rng.randrange(len(lines))
-        return render(self._rng.choice([
-            ToolCall("bash", {"input": f"wc -l {path}"}), ToolCall("view", {"path": path, "start": at, "end": at + 9}),
-            ToolCall("edit", {"path": path, "old": lines[at], "new": ""}), ToolCall("submit", {"input": ""})]), "tags")

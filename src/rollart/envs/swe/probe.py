@@ -1,7 +1,6 @@
-"""Runs inside the sandbox, as text: `python -c TEXT ARGUMENTS`, with `{"files", "out", "trace"}` as JSON.
+"""Run inside the sandbox, as text: runs tests with pytest, without plugins and without the package's own options.
 
-Keeps true: the tests run with pytest as it is, without plugins and without the package's own options; `out` is written
-last, so a run that was cut short has none. Standard library and pytest only: nothing of rollart is imported.
+Keeps true: `out` is written last, so a run that was cut short has none. Standard library and pytest only.
 """
 
 import json
@@ -10,50 +9,41 @@ import sys
 
 
 def main(files: list[str], out: str, trace: bool) -> None:
-    """Write {"outcomes": {test: passed, failed, error or skipped}, "messages": {test: why}, "reached"} to `out`.
-
-    reached: for each file of tests the functions that its tests call, each as [file, qualified name].
-    """
+    """Write `out`: {"code", "outcomes": {test: outcome}, "messages": {test: why}, "reached"}; see Tested."""
     import pytest
 
-    here = os.getcwd()
+    here, called = os.getcwd(), set()
+    outcomes, messages, reached = {}, {}, {}  # type: ignore[var-annotated]
     sys.path[:0] = [here, os.path.join(here, "src")]
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
-    outcomes: dict[str, str] = {}
-    messages: dict[str, str] = {}
-    reached: dict[str, set[tuple[str, str]]] = {}
-    called: set[tuple[str, str]] = set()
 
-    def seen(frame, event, argument):  # type: ignore[no-untyped-def]
+    def seen(frame, event, _):  # type: ignore[no-untyped-def]
         if event == "call":
             called.add((frame.f_code.co_filename, frame.f_code.co_qualname))
 
     class Plugin:
         def pytest_runtest_logreport(self, report):  # type: ignore[no-untyped-def]
-            test = report.nodeid
+            if report.outcome != "passed" or report.when == "call":
+                outcomes[report.nodeid] = report.outcome
             if report.outcome == "failed":
-                outcomes[test] = "failed" if report.when == "call" else "error"
                 crash = getattr(report.longrepr, "reprcrash", None)
-                messages[test] = str(crash.message if crash else report.longrepr)[:2000]
-            elif report.when == "call" or report.outcome == "skipped":
-                outcomes.setdefault(test, report.outcome)
+                messages[report.nodeid] = str(crash.message if crash else report.longrepr)[:2000]
 
         @pytest.hookimpl(wrapper=True)
         def pytest_runtest_protocol(self, item):  # type: ignore[no-untyped-def]
             called.clear()
             sys.setprofile(seen if trace else None)
-            try:
-                return (yield)
-            finally:
-                sys.setprofile(None)
-                reached.setdefault(item.nodeid.split("::")[0], set()).update(called)
+            yield
+            sys.setprofile(None)
+            inside = {(os.path.relpath(file, here), name) for file, name in called if file.startswith(here)}
+            reached.setdefault(item.nodeid.split("::")[0], set()).update(inside)
+            return True
 
-    code = pytest.main(["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", here, *files],
-                       plugins=[Plugin()])
-    inside = {test: sorted([os.path.relpath(file, here), name] for file, name in functions if file.startswith(here))
-              for test, functions in reached.items()}
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", here]
+    answer = {"code": int(pytest.main([*options, *files], plugins=[Plugin()])), "outcomes": outcomes,
+              "messages": messages, "reached": {test: sorted(calls) for test, calls in reached.items()}}
     with open(out, "w") as file:
-        json.dump({"code": int(code), "outcomes": outcomes, "messages": messages, "reached": inside}, file)
+        json.dump(answer, file)
 
 
 if __name__ == "__main__":

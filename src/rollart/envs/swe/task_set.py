@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from rollart.sandbox import Sandbox, SandboxSettings, Snapshot, open_sandbox
 
 VERSION = 1
 SHIPPED = Path(__file__).parent / "shipped"
-NO_SOURCE = re.compile(r"(^|/)(tests?/.*|docs?/.*|test_[^/]*|[^/]*_test|conftest|setup|noxfile|sitecustomize)\.py$")
-"""Python files that get no bug and that no fix may change."""
 
 _PROBE = (Path(__file__).parent / "probe.py").read_text()
 _OUT = ".rollart-tests.json"
@@ -65,31 +62,33 @@ class TaskSet:
     tasks: Mapping[str, BugTask]
 
     def with_bug(self, task: BugTask) -> Files:
-        text = self.files[task.file].decode().replace(task.good, task.bad, 1)
-        return {**self.files, task.file: text.encode()}
+        return {**self.files, task.file: self.files[task.file].replace(task.good.encode(), task.bad.encode(), 1)}
 
 
 def read_set(folder: Path) -> TaskSet:
     """Raises ConfigError, with the line of what is wrong."""
     meta, tasks, path = read_meta(folder), {}, folder / "tasks.jsonl"
+    files = read_files(folder / "template")
     for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
         try:
             plain = {name: tuple(v) if isinstance(v, list) else v for name, v in json.loads(line).items()}
-            tasks[plain["id"]] = BugTask(**plain)
+            task = tasks[plain["id"]] = BugTask(**plain)
+            if files[task.file].count(task.good.encode()) != 1:
+                raise ValueError(f"`good` does not stand once in {task.file}")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{path} line {number} is not a task: {error}") from None
+            raise ConfigError(f"{path} line {number} is not a task of this set: {error}") from None
     if not tasks:
         raise ConfigError(f"{folder} has no tasks yet: rollart envs make-swe with --out {folder} goes on with it")
-    return TaskSet(read_files(folder / "template"), tuple(meta["sources"]), tasks)
+    return TaskSet(files, tuple(meta["sources"]), tasks)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """set.json. Raises ConfigError."""
     try:
-        meta = json.loads((folder / "set.json").read_text())
+        meta: dict[str, Any] = json.loads((folder / "set.json").read_text())
         if meta["version"] != VERSION:
             raise ValueError(f"version {meta['version']}, not {VERSION}")
-        return dict(meta)
+        return meta
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder} is no set of bug-fix tasks (rollart envs make-swe makes one): {error}") from None
 
@@ -120,30 +119,29 @@ def opened(settings: SandboxSettings, files: Files) -> Sandbox:
 class Tested:
     """How tests ended. end: whole, or why there is no result: slow, broken (pytest could not run them), crashed.
 
-    outcomes: passed, failed, error or skipped, by test. messages: of what failed. reached: by test file, the
-    [file, function] that its tests called, where it was traced. output: the last that was printed.
+    outcomes: passed, failed or skipped, by test. messages: of what failed. reached: by test file, the [file, function]
+    that its tests called, where it was traced. output: what was printed.
     """
 
     end: str
+    output: str
     outcomes: Mapping[str, str]
     messages: Mapping[str, str]
     reached: Mapping[str, list[list[str]]]
-    output: str
 
     def passed(self, tests: Iterable[str]) -> int:
         return sum(self.outcomes.get(test) == "passed" for test in tests)
 
 
 def run_tests(sandbox: Sandbox, files: Iterable[str], seconds: float, *, trace: bool = False) -> Tested:
-    """Run the tests in some files or folders. Raises SandboxFailed."""
+    """Run the tests in some files. Raises SandboxFailed."""
     arguments = json.dumps({"files": list(files), "out": _OUT, "trace": trace})
     ran = sandbox.run(["python", "-c", _PROBE, arguments], seconds=seconds, env=_ENV)
     try:
         plain = json.loads(sandbox.read(_OUT))
-        return Tested("whole" if plain["code"] in (0, 1) else "broken", plain["outcomes"], plain["messages"],
-                      plain["reached"], ran.stdout + ran.stderr)
+        return Tested("whole" if plain.pop("code") in (0, 1) else "broken", ran.stdout + ran.stderr, **plain)
     except (OSError, ValueError, KeyError, TypeError):
-        return Tested("slow" if ran.timed_out else "crashed", {}, {}, {}, ran.stdout + ran.stderr)
+        return Tested("slow" if ran.timed_out else "crashed", ran.stdout + ran.stderr, {}, {}, {})
 
 
 def test_files(tests: Iterable[str]) -> list[str]:
