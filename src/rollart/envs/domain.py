@@ -27,6 +27,7 @@ DOMAINS: dict[str, str] = {
     "calculator": "rollart.envs.calculator:Calculator",
     "frozen_lake": "rollart.envs.frozen_lake:FrozenLake",
     "guess": "rollart.envs.guess:Guess",
+    "maths": "rollart.envs.maths:Maths",
     "swe": "rollart.envs.swe.bugs:BugFix",
 }
 """The domains that ship here, by name: `module:Class`. A recipe may name a domain of its own in the same form."""

@@ -33,7 +33,7 @@ def guess(request: RewardRequest) -> Score:
 
 
 def calculator(request: RewardRequest) -> Score:
-    """Solved: the last action is `answer` with the value of the expression. A right tool result alone is not."""
+    """Solved: the last action is `answer` with the target. A right tool result alone is not."""
     found = _ANSWER.search(request.answer.strip())
     return _score(request, found is not None and int(found[1]) == _fact(request, "target"))
 
@@ -43,7 +43,8 @@ def swe(request: RewardRequest) -> Score:
     return _score(request, bool(_fact(request, "success")))
 
 
-REWARDS: dict[str, RewardFunction] = {"calculator": calculator, "frozen_lake": frozen_lake, "guess": guess, "swe": swe}
+REWARDS: dict[str, RewardFunction] = {"calculator": calculator, "frozen_lake": frozen_lake, "guess": guess,
+                                      "maths": calculator, "swe": swe}
 
 
 def reward_function(name: str) -> RewardFunction:
@@ -66,8 +67,9 @@ def reward_function(name: str) -> RewardFunction:
     except TypeError as error:
         raise ConfigError(f"reward {name} must take one argument, the RewardRequest: {error}") from None
     if getattr(function, "executes_output", False):
-        raise ConfigError(f"reward {name} runs what the model wrote; this needs a sandbox, and there is none yet: "
-                          "it is refused")
+        from rollart.sandbox import SandboxSettings, choose  # packages carry no sandbox: such a function is not packed
+
+        choose(getattr(function, "sandbox", SandboxSettings()).kind)
     return cast(RewardFunction, function)
 
 

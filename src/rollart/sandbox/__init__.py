@@ -8,7 +8,6 @@ inside, `launch.py` starts it in each kind, `box.py` is the owner's side with th
 """
 
 from rollart.sandbox.box import Ran, Sandbox, Snapshot, open_sandbox
-from rollart.sandbox.launch import choose
-from rollart.sandbox.settings import SandboxSettings
+from rollart.sandbox.launch import SandboxSettings, choose, reason
 
-__all__ = ["Ran", "Sandbox", "SandboxSettings", "Snapshot", "choose", "open_sandbox"]
+__all__ = ["Ran", "Sandbox", "SandboxSettings", "Snapshot", "choose", "open_sandbox", "reason"]

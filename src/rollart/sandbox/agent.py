@@ -1,8 +1,8 @@
-"""The inside of a sandbox: its first process runs one command after the other for the owner at the other end of the pipe.
+"""The inside of a sandbox: its first process, which runs one command after the other for the owner of its socket.
 
-Keeps true: whatever a command started is gone before its answer is sent; a command that runs out of its deadline,
-memory or processes is killed with all it started; no more output than its limit is held. It ends at end of file (the
-owner closed it, or died) and at the end of its life. Standard library only, no imports of ours. Waits for the owner's next request, and for the command.
+Keeps true: whatever a command started is gone before its answer is sent; past its deadline, memory or processes it is
+killed with all it started; no more output than its limit is held. It ends with the socket (the owner closed it, or
+died) and at the end of its life. Standard library only. Waits for the next request, and for the command.
 
     request  lengths of header and input (>II), header as JSON {command, seconds, output, env, cwd}, input
     answer   lengths of header, output, errors (>III), header as JSON {code, timed_out, truncated, seconds}, output, errors
@@ -34,59 +34,94 @@ def drop(spec):
         ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: no command may trace this process or use its descriptors
 
 
-def limits(spec):
-    """For the command's process, before it is the command."""
-    for kind, value in ((resource.RLIMIT_AS, spec["memory"]), (resource.RLIMIT_CPU, spec["cpu"]),
-                        (resource.RLIMIT_FSIZE, spec["disk"]), (resource.RLIMIT_CORE, 0),
-                        (resource.RLIMIT_NOFILE, 512), (resource.RLIMIT_NPROC, spec["pids"])):
-        if kind == resource.RLIMIT_NPROC and not spec["isolated"]:
-            continue  # it would count all processes of the user
+def limit(spec):
+    """In the command's process, before it is the command. Where others share its user, their processes would count."""
+    wanted = {resource.RLIMIT_AS: spec["memory"], resource.RLIMIT_CPU: spec["cpu"], resource.RLIMIT_FSIZE: spec["disk"],
+              resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 512}
+    for kind, value in {**wanted, **({resource.RLIMIT_NPROC: spec["pids"]} if spec["isolated"] else {})}.items():
         hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+        resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard),) * 2)
 
 
-def used():
-    """Resident bytes and processes of all but this one."""
+def above(spec):
+    """Which limit all processes together are above; empty if none. A single one is held by `limit`."""
     pages = count = 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
             try:
                 with open(f"/proc/{name}/statm") as file:
-                    pages += int(file.read().split()[1])
-                count += 1
+                    pages, count = pages + int(file.read().split()[1]), count + 1
             except (OSError, IndexError):
-                pass
-    return pages * resource.getpagesize(), count
+                pass  # it has ended
+    return "memory" if pages * resource.getpagesize() > spec["memory"] else "processes" if count > spec["pids"] else ""
 
 
-class Kept:
-    """The first and the last half of `limit` bytes."""
+def run(request, given, spec, ends):
+    """One command to its end; see the module's docstring for the answer."""
+    started, command = time.monotonic(), request["command"]
+    if isinstance(command, str):
+        command = ["/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh", "-c", command]
+    try:
+        process = subprocess.Popen(command, cwd=os.path.join(spec["work"], request["cwd"]), stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=request["env"], bufsize=0,
+                                   preexec_fn=lambda: limit(spec), start_new_session=True)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return {"code": 127, "timed_out": False, "truncated": False, "seconds": 0.0}, b"", str(error).encode()
+    pipes = (process.stdout, process.stderr)
+    kept = {pipe: [bytearray(), 0, request["output"]] for pipe in pipes}
+    for pipe in (*pipes, process.stdin):
+        os.set_blocking(pipe.fileno(), False)
+    ending = [os.pidfd_open(process.pid)] if hasattr(os, "pidfd_open") else []
+    deadline, looked, why, late = min(started + request["seconds"], ends), started, "", False
+    while process.poll() is None and not why and not late:
+        reading = [pipe for pipe in pipes if kept[pipe][2]]
+        feeding = [] if process.stdin.closed else [process.stdin]
+        ready, room, _ = select.select([0, *ending, *reading], feeding, [], TICK if ending else TICK / 10)
+        if 0 in ready:
+            os._exit(0)  # the owner is gone
+        for pipe in pipes:
+            drain(pipe, kept[pipe], pipe in ready)
+        try:
+            given = given[process.stdin.write(given[:1 << 16]) or 0:] if room and given else given
+        except OSError:
+            given = b""
+        if not given:
+            process.stdin.close()
+        now = time.monotonic()
+        late = now >= deadline
+        if spec["isolated"] and now - looked >= TICK:
+            looked, why = now, above(spec)
+    finish(process, spec["isolated"])
+    for pipe in pipes:
+        while drain(pipe, kept[pipe], bool(kept[pipe][2])):
+            pass
+        pipe.close()
+    process.stdin.close()
+    for fd in ending:
+        os.close(fd)
+    (out, lost, _), (err, lost_too, _) = kept[pipes[0]], kept[pipes[1]]
+    note = b"\n[killed: above its limit of %s]\n" % why.encode() if why else b""
+    return {"code": process.returncode, "timed_out": late, "truncated": bool(lost or lost_too),
+            "seconds": time.monotonic() - started}, out, err + note
 
-    def __init__(self, limit):
-        self.limit, self.head, self.tail, self.lost = limit, bytearray(), bytearray(), 0
 
-    def add(self, data):
-        room = max(0, self.limit - self.limit // 2 - len(self.head))
-        self.head += data[:room]
-        self.tail += data[room:]
-        over = len(self.tail) - self.limit // 2
-        if over > 0:
-            self.lost += over
-            del self.tail[:over]
-
-    def value(self):
-        note = b"\n... %d bytes left out ...\n" % self.lost if self.lost else b""
-        return bytes(self.head) + note + bytes(self.tail)
+def drain(pipe, kept, ready):
+    """Take what a pipe holds now, if anything; `kept` is the first and last half, how much is lost, the limit or 0."""
+    data = pipe.read(1 << 16) if ready else None
+    if data == b"":
+        kept[2] = 0  # its end
+    if data:
+        kept[0] += data
+        over = max(0, len(kept[0]) - kept[2])
+        del kept[0][kept[2] // 2:kept[2] // 2 + over]
+        kept[1] += over
+    return data
 
 
 def finish(process, isolated):
     """Kill whatever is left of a command and wait until it is gone."""
     try:
-        if isolated:
-            os.kill(-1, signal.SIGKILL)  # everything in this process namespace but its first process
-        else:
-            os.killpg(process.pid, signal.SIGKILL)
+        os.kill(-1 if isolated else -process.pid, signal.SIGKILL)  # -1: all in this namespace but its first process
     except (ProcessLookupError, PermissionError):
         pass
     process.wait()
@@ -97,104 +132,28 @@ def finish(process, isolated):
             break
 
 
-def run(request, given, spec, ends):
-    """One command to its end; see the module's docstring for the answer."""
-    started, command = time.monotonic(), request["command"]
-    if isinstance(command, str):
-        command = ["/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh", "-c", command]
-    answer = {"code": 127, "timed_out": False, "truncated": False, "seconds": 0.0}
-    try:
-        process = subprocess.Popen(command, cwd=os.path.join(spec["work"], request["cwd"]), stdin=subprocess.PIPE,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=request["env"],
-                                   preexec_fn=lambda: limits(spec), start_new_session=True)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return answer, b"", str(error).encode()
-    out, err = Kept(request["output"]), Kept(request["output"])
-    pipes = {process.stdout.fileno(): out, process.stderr.fileno(): err}
-    for fd in (*pipes, process.stdin.fileno()):
-        os.set_blocking(fd, False)
-    watch = [0, os.pidfd_open(process.pid)] if hasattr(os, "pidfd_open") else [0]
-    deadline, looked, why = min(started + request["seconds"], ends), started, ""
-    while process.poll() is None and not why and not answer["timed_out"]:
-        feeding = [] if process.stdin.closed else [process.stdin]
-        ready, room, _ = select.select([*watch, *pipes], feeding, [], TICK if len(watch) > 1 else TICK / 10)
-        if 0 in ready:
-            os._exit(0)  # the owner is gone
-        drain(pipes, ready)
-        if room:
-            given = feed(process.stdin, given)
-        now = time.monotonic()
-        answer["timed_out"] = now >= deadline
-        if spec["isolated"] and now - looked >= TICK:
-            looked, (size, count) = now, used()
-            why = "memory" if size > spec["memory"] else "processes" if count > spec["pids"] else ""
-    finish(process, spec["isolated"])
-    while drain(pipes, list(pipes)):
-        pass
-    if why:
-        err.add(b"\n[killed: above its limit of %s]\n" % why.encode())
-    for fd in (process.stdout, process.stderr, *watch[1:]):
-        os.close(fd) if isinstance(fd, int) else fd.close()
-    answer |= {"code": process.returncode, "truncated": bool(out.lost or err.lost), "seconds": time.monotonic() - started}
-    return answer, out.value(), err.value()
-
-
-def drain(pipes, ready):
-    """Take what the pipes hold; True if there was something. A pipe at its end is left out from now on."""
-    got = False
-    for fd in [fd for fd in ready if fd in pipes]:
-        try:
-            data = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            continue
-        pipes[fd].add(data)
-        got = True
-        if not data:
-            del pipes[fd]
-    return got
-
-
-def feed(pipe, given):
-    """Write what there is room for; the rest is returned."""
-    try:
-        given = given[os.write(pipe.fileno(), given[:1 << 16]):] if given else given
-    except OSError:
-        given = b""
-    if not given:
-        pipe.close()
-    return given
-
-
-def read(count):
-    """Exactly that many bytes of the owner's; ends this process at end of file."""
-    parts = []
-    while count:
-        data = os.read(0, min(count, 1 << 20))
-        if not data:
-            os._exit(0)
-        parts.append(data)
-        count -= len(data)
-    return b"".join(parts)
-
-
-def write(data):
-    data = memoryview(data)
-    while data:
-        data = data[os.write(1, data):]
+def take(count):
+    """Exactly that many bytes of the owner's; this process ends where there are no more."""
+    data = sys.stdin.buffer.read(count)
+    return data if len(data) == count else os._exit(0)
 
 
 def main():
     spec = json.loads(sys.argv[1])
+    if spec["isolated"] and os.getpid() != 1:
+        raise SystemExit("not the first process of its namespace")
     ends = time.monotonic() + spec["life"]
     drop(spec)
     if spec["template"]:
         subprocess.run(["cp", "-a", spec["template"] + "/.", spec["work"]], check=True, stdout=subprocess.DEVNULL)
-    write(b"ready")
+    sys.stdout.buffer.write(b"ready")
+    sys.stdout.buffer.flush()
     while select.select([0], [], [], max(0.0, ends - time.monotonic()))[0]:
-        lengths = struct.unpack(">II", read(8))
-        answer, out, err = run(json.loads(read(lengths[0])), read(lengths[1]), spec, ends)
+        lengths = struct.unpack(">II", take(8))
+        answer, out, err = run(json.loads(take(lengths[0])), take(lengths[1]), spec, ends)
         header = json.dumps(answer).encode()
-        write(struct.pack(">III", len(header), len(out), len(err)) + header + out + err)
+        sys.stdout.buffer.write(struct.pack(">III", len(header), len(out), len(err)) + header + out + err)
+        sys.stdout.buffer.flush()
 
 
 main()

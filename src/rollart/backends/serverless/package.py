@@ -154,7 +154,8 @@ def write_package(function: str, target: str, folder: Path, *, concurrency: int 
         raise ConfigError(f"--target must be one of {', '.join(TARGETS)}; got {target!r}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder: name a new one with --out")
-    reward_function(function)
+    if getattr(reward_function(function), "executes_output", False):
+        raise ConfigError(f"reward {function} runs what the model wrote; this needs a sandbox, and a package has none")
     module = "" if function in REWARDS else function.partition(":")[0]
     name = re.sub(r"[^a-z0-9]+", "-", function.lower()).strip("-")[:60]
     values = {"function": function, "name": name, "concurrency": concurrency, "seconds": seconds,
