@@ -20,7 +20,7 @@ def make_swe(
     seed: Annotated[int, typer.Option(help="Order of the mutants.")] = 0,
     bugs: Annotated[int, typer.Option(help="Mutations in each task's function.")] = 1,
     workers: Annotated[int, typer.Option(help="Runs of tests at a time; 0: one a core.")] = 0,
-    test_seconds: Annotated[float, typer.Option(help="Deadline of one run of tests.")] = 20.0,
+    test_seconds: Annotated[float, typer.Option(help="Of a core, for one run of tests.")] = 20.0,
     sandbox: Annotated[str, typer.Option(help="Where they run: auto, bubblewrap, podman, docker or trust.")] = "auto",
 ) -> None:
     """Make bug-fix tasks: mutate a package's functions, keep what its tests tell apart. Ctrl-C, and go on later."""
@@ -35,5 +35,6 @@ def make_swe(
             raise ConfigError(f"make-swe: {error}") from None
         verdicts = make_set(source, out, settings, lambda what, kept, tried: status.update(
             f"{what}: {kept} of {count} tasks from {tried} mutants, {time.monotonic() - began:.0f} s"))
-    console.print(f"{out}: {verdicts['kept']} of {count} tasks from {verdicts.total()} mutants, this time in "
-                  f"{time.monotonic() - began:.0f} s: " + ", ".join(f"{n} {name}" for name, n in verdicts.most_common()))
+    tried = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.most_common())
+    console.print(f"{out}: {verdicts['kept']} of {count} tasks, this time in {time.monotonic() - began:.0f} s; "
+                  f"of {verdicts.total()} mutants {tried}")

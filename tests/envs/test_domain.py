@@ -14,7 +14,7 @@ from rollart.envs.domain import DOMAINS, make_domain
 from rollart.envs.frozen_lake import steps_to_goal
 from rollart.envs.play import play
 
-NAMES = sorted(DOMAINS)
+NAMES = sorted(DOMAINS.keys() - {"maths", "swe"})  # these need a sandbox and have tests of their own
 
 
 def content(task):

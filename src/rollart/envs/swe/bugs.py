@@ -19,7 +19,7 @@ from rollart.core.clock import stream
 from rollart.core.errors import ConfigError
 from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.domain import Domain, DomainSettings, Episode, Player
-from rollart.envs.swe.task_set import SHIPPED, TaskSet, opened, read_set, run_tests, test_files
+from rollart.envs.swe.task_set import SHIPPED, TaskSet, files_of, opened, read_set, run_tests
 from rollart.envs.tool_calls import ToolCall, parse, render
 from rollart.sandbox import SandboxSettings
 
@@ -181,7 +181,7 @@ class _Work(Episode):
     def _score(self) -> dict[str, Any]:
         bug, domain = self._bug, self._domain
         with opened(domain.box, {**self._given, **self._changed()}) as fresh:
-            tested = run_tests(fresh, test_files(bug.FAIL_TO_PASS), domain.settings.test_seconds)
+            tested = run_tests(fresh, files_of(bug.FAIL_TO_PASS), domain.settings.test_seconds)
         fixed, kept = tested.passed(bug.FAIL_TO_PASS), tested.passed(bug.PASS_TO_PASS)
         return {"success": fixed == len(bug.FAIL_TO_PASS) and kept == len(bug.PASS_TO_PASS), "tests": tested.end,
                 "fail_to_pass": [fixed, len(bug.FAIL_TO_PASS)], "pass_to_pass": [kept, len(bug.PASS_TO_PASS)]}

@@ -26,8 +26,7 @@ from typing import Any
 from rollart.core.clock import stream
 from rollart.core.errors import ConfigError
 from rollart.envs.swe.mutate import Mutation, mutate, mutations
-from rollart.envs.swe.task_set import (VERSION, BugTask, Files, Tested, opened, read_files, read_meta, run_tests,
-                                       test_files)
+from rollart.envs.swe.task_set import FORMAT, BugTask, Files, Tested, files_of, opened, read_files, read_meta, run_tests
 from rollart.sandbox import SandboxSettings
 
 RUNS = 3
@@ -43,7 +42,8 @@ Tell = Callable[[str, int, int], object]
 class MakeSettings:
     """count: tasks to have. bugs: mutations of one function in each. workers: runs of tests at a time.
 
-    test_seconds: deadline of the tests of one mutant (all tests of the package: ten times that). sandbox: its kind.
+    test_seconds: what the tests of a mutant may take of a core, and four times that on the clock; all tests of the
+    package ten times that. sandbox: its kind.
     """
 
     count: int
@@ -131,12 +131,12 @@ class _Maker:
             tested = self._run(files, where)
             if tested.end != "whole":
                 return tested.end
-            now = [test for name in where for test in self._passing[name] if not tested.passed([test])]
+            now = sorted(test for name in where for test in self._passing[name] if not tested.passed([test]))
             if run and now != failing:
                 return "unstable"
             if not (failing := now):
                 return "survived"
-            message, where = tested.messages.get(failing[0], "it is not there any more"), test_files(failing)
+            message, where = tested.messages.get(failing[0], "it is not there any more"), files_of(failing)
         if not self._passes(tuple(where)):
             return "reference fails"
         kept = tuple(test for name in where for test in self._passing[name] if test not in failing)
@@ -148,8 +148,10 @@ class _Maker:
                        f"{message[:600]}{more}", tuple(failing), kept)
 
     def _run(self, files: Files, tests: list[str]) -> Tested:
-        with opened(SandboxSettings(kind=self._settings.sandbox, warm=0), files) as sandbox:
-            return run_tests(sandbox, tests, self._settings.test_seconds)
+        seconds = self._settings.test_seconds  # of a core; on a busy machine the clock runs on
+        box = SandboxSettings(kind=self._settings.sandbox, warm=0, cpu_seconds=max(1, round(seconds)))
+        with opened(box, files) as sandbox:
+            return run_tests(sandbox, tests, 4 * seconds)
 
     def _passes(self, where: tuple[str, ...]) -> bool:
         if where not in self._good:
@@ -181,8 +183,8 @@ def _begin(source: str, out: Path, settings: MakeSettings, tell: Tell) -> None:
     files, runs = read_files(template), []
     for run in range(RUNS):
         tell(f"running all tests, {run + 1} of {RUNS}", 0, 0)
-        with opened(SandboxSettings(kind=settings.sandbox, warm=0, cpu_seconds=600), files) as sandbox:
-            runs.append(run_tests(sandbox, filter(_TESTS.search, files), 10 * settings.test_seconds, trace=not run))
+        with opened(SandboxSettings(kind=settings.sandbox, warm=0, cpu_seconds=3600), files) as sandbox:
+            runs.append(run_tests(sandbox, filter(_TESTS.search, files), 40 * settings.test_seconds, trace=not run))
     passing: dict[str, list[str]] = {}
     for test in runs[0].outcomes:
         if all(run.passed([test]) for run in runs):
@@ -192,7 +194,7 @@ def _begin(source: str, out: Path, settings: MakeSettings, tell: Tell) -> None:
                           + " ".join(runs[0].output.split())[-300:])
     sources = [name for name in files if name.endswith(".py") and not _NO_SOURCE.search(name) and _parses(files[name])]
     reached = {name: [call for call in runs[0].reached[name] if call[0] in sources] for name in passing}
-    meta = {"version": VERSION, "source": source, "seed": settings.seed, "bugs": settings.bugs, "sources": sources,
+    meta = {"version": FORMAT, "source": source, "seed": settings.seed, "bugs": settings.bugs, "sources": sources,
             "passing": passing, "reached": reached}
     (out / "set.json.new").write_text(json.dumps(meta))
     (out / "set.json.new").rename(out / "set.json")

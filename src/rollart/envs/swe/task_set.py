@@ -23,7 +23,7 @@ from typing import Any
 from rollart.core.errors import ConfigError
 from rollart.sandbox import Sandbox, SandboxSettings, Snapshot, open_sandbox
 
-VERSION = 1
+FORMAT = 1
 SHIPPED = Path(__file__).parent / "shipped"
 
 _PROBE = (Path(__file__).parent / "probe.py").read_text()
@@ -86,8 +86,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """set.json. Raises ConfigError."""
     try:
         meta: dict[str, Any] = json.loads((folder / "set.json").read_text())
-        if meta["version"] != VERSION:
-            raise ValueError(f"version {meta['version']}, not {VERSION}")
+        if meta["version"] != FORMAT:
+            raise ValueError(f"version {meta['version']}, not {FORMAT}")
         return meta
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder} is no set of bug-fix tasks (rollart envs make-swe makes one): {error}") from None
@@ -144,5 +144,5 @@ def run_tests(sandbox: Sandbox, files: Iterable[str], seconds: float, *, trace: 
         return Tested("slow" if ran.timed_out else "crashed", ran.stdout + ran.stderr, {}, {}, {})
 
 
-def test_files(tests: Iterable[str]) -> list[str]:
+def files_of(tests: Iterable[str]) -> list[str]:
     return sorted({test.split("::")[0] for test in tests})
