@@ -50,7 +50,6 @@ def test_a_run_scores_every_trajectory_once_on_the_elastic_platform_and_tells_ab
 @pytest.mark.parametrize(("table", "says"), [
     ('where = "http://127.0.0.1:9/x"', "the reward of domain frozen_lake at http://127.0.0.1:9/x does not work"),
     ('where = "elastic"\nfunctions = { calculator = "reward_functions:nan" }', "must be a finite number; got nan"),
-    ('functions = { calculator = "reward_functions:unit_tests" }', "needs a sandbox"),
     ('places = { calculater = "elastic" }', "reward.places: no domain calculater: did you mean 'calculator'?"),
     ('[reward.call]\nhedge = 95.0', "hedge must be a percentile from 0 (off) to below 1; got 95.0")])
 def test_a_mistake_is_one_clear_line_before_the_first_trajectory(table, says, tmp_path, monkeypatch):

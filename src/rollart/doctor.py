@@ -11,6 +11,8 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from rollart.sandbox.launch import INSTALL, reason
+
 PARTS = (
     # module, distribution, extra, what it enables
     ("torch", "torch", "torch", "the embedded engine and learner"),
@@ -41,6 +43,9 @@ def check_up(console: Console) -> bool:
             needed = needed and extra in ("hf", "lora", "serverless")
             state = f"[yellow]{missing}: pip install 'rollart\\[{extra}]'[/]"
         table.add_row(module, state, use)
+    kind = next((kind for kind in ("bubblewrap", "podman", "docker") if not reason(kind)), "")
+    table.add_row("sandbox", f"[green]{kind}[/]" if kind else f"[yellow]bubblewrap: {reason('bubblewrap')}: {INSTALL}[/]",
+                  "running code that a model wrote: maths, unit tests")
     table.add_row("GPU", _gpu(), "engine and learner use it (device = auto)")
     console.print(table)
     console.print("ready: make quickstart" if needed else "not ready: install what is missing above")

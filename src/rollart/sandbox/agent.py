@@ -22,11 +22,12 @@ import time
 TICK = 0.05  # seconds between two looks at the memory and the processes in use
 
 
-def drop(spec):
-    """Become the sandbox's own user, for good, and out of reach of its commands."""
+def prepare(spec):
+    """Fill the work folder and become the sandbox's own user, for good, and out of reach of its commands."""
+    if spec["template"]:
+        subprocess.run(["cp", "-a", spec["template"] + "/.", spec["work"]], check=True, stdout=subprocess.DEVNULL)
     if spec["uid"]:
-        for folder in (spec["work"], spec["home"]):
-            os.chown(folder, spec["uid"], spec["uid"])
+        subprocess.run(["chown", "-hR", f"{spec['uid']}:{spec['uid']}", spec["work"], spec["home"]], check=True)
         os.setgroups([])
         os.setresgid(*[spec["uid"]] * 3)
         os.setresuid(*[spec["uid"]] * 3)
@@ -96,6 +97,8 @@ def run(request, given, spec, ends):
         while drain(pipe, kept[pipe], bool(kept[pipe][2])):
             pass
         pipe.close()
+        if kept[pipe][1]:
+            kept[pipe][0][request["output"] // 2:0] = b"\n... %d bytes left out ...\n" % kept[pipe][1]
     process.stdin.close()
     for fd in ending:
         os.close(fd)
@@ -143,9 +146,7 @@ def main():
     if spec["isolated"] and os.getpid() != 1:
         raise SystemExit("not the first process of its namespace")
     ends = time.monotonic() + spec["life"]
-    drop(spec)
-    if spec["template"]:
-        subprocess.run(["cp", "-a", spec["template"] + "/.", spec["work"]], check=True, stdout=subprocess.DEVNULL)
+    prepare(spec)
     sys.stdout.buffer.write(b"ready")
     sys.stdout.buffer.flush()
     while select.select([0], [], [], max(0.0, ends - time.monotonic()))[0]:

@@ -75,7 +75,7 @@ def start(kind: str, settings: SandboxSettings, template: Path | None) -> tuple[
     number, trust, root = next(_counter), kind == "trust", kind == "bubblewrap" and _as_root()
     name = f"rollart-sandbox-{os.getpid()}-{number}"
     work = tempfile.mkdtemp(prefix=name + "-") if trust else WORK
-    spec = {"uid": 1 << 30 | (os.getpid() & 0x3FFFFF) << 8 | number & 0xFF if root else 0, "work": work,
+    spec = {"name": name, "uid": 1 << 30 | (os.getpid() & 0x3FFFFF) << 8 | number & 0xFF if root else 0, "work": work,
             "home": work if trust else HOME, "isolated": not trust, "life": settings.life_seconds,
             "memory": int(settings.memory_mb * 1e6), "cpu": settings.cpu_seconds, "disk": int(settings.disk_mb * 1e6),
             "pids": settings.pids + 1, "template": "" if template is None else str(template) if trust else "/template"}
@@ -106,7 +106,8 @@ def _bubblewrap(root: bool, settings: SandboxSettings, template: Path | None, se
         out += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
     for path in (f"/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64") if Path("/", name).is_dir()):
         out += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-    out += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--size", str(1 << 24), "--tmpfs", "/dev/shm"]
+    out += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(1 << 24),
+            "--tmpfs", "/dev/shm"]
     shown = ["/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/nix/store"]
     needed = [path for path in (sys.base_prefix, sys.prefix, *settings.read_only) if not f"{path}/".startswith("/usr/")]
     for path in dict.fromkeys([*filter(os.path.exists, shown), *needed]):

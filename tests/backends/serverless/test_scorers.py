@@ -82,8 +82,7 @@ def test_the_figures_are_told_when_they_change_and_not_while_nothing_happens():
     (F + "missing", "is not a function"), ("nowhere:f", "needs the module nowhere"),
     (F + "two_arguments", "must take one argument, the RewardRequest: missing a required argument: 'other'"),
     (F + "nan", "a score's value must be a finite number; got nan"), (F + "nothing", "returns a Score"),
-    (F + "later", "the judge is away"),
-    (F + "unit_tests", "runs what the model wrote; this needs a sandbox")])
+    (F + "later", "the judge is away")])
 def test_a_function_that_does_not_work_is_one_line_at_the_start(where, name, says):
     async def story(scorers):
         raise AssertionError("it was opened")
