@@ -128,10 +128,10 @@ def pytest_runtest_makereport(item, call):
 
 @sandboxed
 @pytest.mark.parametrize("trick", [
-    [call("bash", input="for f in tests/*.py; do sed -i 's/assert .*/assert True/; s/with pytest.*:/if True:/' $f; done")],
+    [call("bash", input="sed -i 's/assert .*/assert True/; s/with pytest.*:/if True:/' tests/*.py")],
     [call("bash", input="rm -rf tests; mkdir tests; touch tests/test_lists.py tests/test_words.py")],
     [call("bash", input=f"cat > conftest.py <<'E'{PASS_ALL}E"), call("bash", input="cp conftest.py tests/")],
-    [call("bash", input="printf '[pytest]\\naddopts = --collect-only\\n' > pytest.ini; echo 'raise SystemExit' > json.py")],
+    [call("bash", input="printf '[pytest]\\npython_files = none\\n' > pytest.ini; echo 'raise SystemExit' > json.py")],
     [call("bash", input="rm -rf pocket; chmod 000 .; sleep 100 & true")],
 ], ids=["asserts", "no tests", "conftest", "settings", "ruin"])
 def test_what_is_done_to_the_tests_earns_nothing(domain, trick):
@@ -180,17 +180,20 @@ def test_the_tools_answer_and_what_is_no_call_costs_a_turn(domain):
 @sandboxed
 def test_the_agent_finds_the_bug_and_not_the_answer_in_its_sandbox(domain):
     bug = domain.set.tasks[domain.task(0, "train").payload["id"]]
-    with opened(SandboxSettings(warm=0), domain.set.with_bug(bug)) as sandbox:
+    source = str(SHIPPED.parents[3])  # as where rollart is installed beside the Python that the sandbox shows
+    with opened(SandboxSettings(warm=0, read_only=(source,)), domain.set.with_bug(bug)) as sandbox:
         assert sandbox.read(bug.file).decode().count(bug.bad) == 1
-        found = sandbox.run(["find", "/", "-xdev", "-name", bug.file.split("/")[1]], seconds=30).stdout.split()
+        assert sandbox.run(["ls", source]).stdout.split() in (["rollart"], [])  # nothing: under /tmp, which is covered
+        name = bug.file.split("/")[1]
+        found = sandbox.run(f"find / -path /proc -prune -o -name {name} -print", seconds=60).stdout.split()
         assert [path for path in found if path.endswith(bug.file)] == [f"{sandbox.work}/{bug.file}"]
 
 
 PACKAGE = {
     "nums.py": "def double(a):\n    return a * 2\n\n\ndef untested(a):\n    return a + 1\n\n\ndef top(a):\n"
                "    best = a[0]\n    for one in a:\n        if one > best:\n            best = one\n    return best\n",
-    "test_nums.py": "import random\nfrom nums import double, top\n\n\ndef test_double():\n    assert double(4) == 8\n\n\n"
-                    "def test_top():\n    assert top([1, 3, 2]) == 3\n\n\ndef test_broken():\n    assert double(1) == 3\n"}
+    "test_nums.py": "from nums import double, top\n\ndef test_double():\n    assert double(4) == 8\n\ndef test_top():\n"
+                    "    assert top([1, 3, 2]) == 3\n\n\ndef test_broken():\n    assert double(1) == 3\n"}
 
 
 @sandboxed
@@ -200,8 +203,9 @@ def test_a_set_is_made_verified_and_gone_on_with(tmp_path):
     for name, text in PACKAGE.items():
         (source / name).write_text(text)
 
-    def make(out, count, **settings):
-        return make_set(str(source), tmp_path / out, MakeSettings(count=count, workers=1, **settings), lambda *a: told.append(a))
+    def make(out, count, seed=0):
+        settings = MakeSettings(count=count, workers=1, seed=seed)
+        return make_set(str(source), tmp_path / out, settings, lambda *said: told.append(said))
 
     assert make("whole", 4)["kept"] == 4
     assert make("parts", 2)["kept"] == 2
@@ -219,7 +223,7 @@ def test_a_set_is_made_verified_and_gone_on_with(tmp_path):
         assert task.function in task.statement(2)
         assert task.file in task.statement(1).splitlines()[0]
         assert task.statement(0).splitlines()[0] == "There is a bug in this package."
-    with pytest.raises(ConfigError, match="was begun with .* --seed 0"):
+    with pytest.raises(ConfigError, match=r"was begun with .* --seed 0"):
         make("whole", 5, seed=1)
     assert told[-1][1:] == (4, told[-1][2])
 
@@ -228,7 +232,7 @@ def test_a_set_is_made_verified_and_gone_on_with(tmp_path):
 def test_a_package_whose_tests_do_not_pass_is_refused_in_one_line(tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "test_a.py").write_text("import nowhere_at_all\n")
-    with pytest.raises(ConfigError, match="no test of .* passes.*nowhere_at_all") as raised:
+    with pytest.raises(ConfigError, match=r"no test of .* passes.*nowhere_at_all") as raised:
         make_set(str(tmp_path / "package"), tmp_path / "out", MakeSettings(count=1), lambda *_: None)
     assert "\n" not in str(raised.value)
 
