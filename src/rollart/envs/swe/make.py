@@ -105,7 +105,7 @@ class _Maker:
         reached = {tuple(call) for calls in self._reached.values() for call in calls}
         found: dict[tuple[str, str], list[Mutation]] = {}
         for file in self._sources:
-            for one in mutations(self._files[file].decode()):
+            for one in mutations(self._files[file]):
                 if (file, one.function) in reached:
                     found.setdefault((file, one.function), []).append(one)
         seed, bugs = self._settings.seed, self._settings.bugs
@@ -192,20 +192,12 @@ def _begin(source: str, out: Path, settings: MakeSettings, tell: Tell) -> None:
     if not passing:
         raise ConfigError(f"no test of {source} passes ({runs[0].end}); what it needs must be installed here. It said: "
                           + " ".join(runs[0].output.split())[-300:])
-    sources = [name for name in files if name.endswith(".py") and not _NO_SOURCE.search(name) and _parses(files[name])]
+    sources = [name for name in files if name.endswith(".py") and not _NO_SOURCE.search(name)]
     reached = {name: [call for call in runs[0].reached[name] if call[0] in sources] for name in passing}
     meta = {"version": FORMAT, "source": source, "seed": settings.seed, "bugs": settings.bugs, "sources": sources,
             "passing": passing, "reached": reached}
     (out / "set.json.new").write_text(json.dumps(meta))
     (out / "set.json.new").rename(out / "set.json")
-
-
-def _parses(data: bytes) -> bool:
-    try:
-        mutations(data.decode())
-        return True
-    except (SyntaxError, ValueError):
-        return False
 
 
 def _fetch(source: str, template: Path) -> None:

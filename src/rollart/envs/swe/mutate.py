@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 _COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "in": "not in", "not in": "in",
@@ -35,11 +35,13 @@ class Mutation(NamedTuple):
     text: str
 
 
-def mutations(source: str) -> list[Mutation]:
-    """All mutations of a module's functions, in the order of the text. Raises SyntaxError."""
-    data, lines = source.encode(), [0]
-    for line in data.splitlines(keepends=True):
-        lines.append(lines[-1] + len(line))
+def mutations(data: bytes) -> list[Mutation]:
+    """All mutations of a module's functions, in the order of the text; none of what does not parse as UTF-8."""
+    try:
+        tree = ast.parse(data.decode())
+    except (SyntaxError, ValueError):
+        return []
+    lines = [0, *accumulate(map(len, data.splitlines(keepends=True)))]
 
     def span(node: Any) -> tuple[int, int]:
         return lines[node.lineno - 1] + node.col_offset, lines[node.end_lineno - 1] + node.end_col_offset
@@ -93,7 +95,7 @@ def mutations(source: str) -> list[Mutation]:
             yield "statement removed", *span(node), "pass"
 
     unique = {splice[1:]: Mutation(function, *splice)
-              for function, node in _places(ast.parse(source), "", "") for splice in changes(node)}
+              for function, node in _places(tree, "", "") for splice in changes(node)}
     return [unique[key] for key in sorted(unique)]
 
 
