@@ -147,7 +147,8 @@ class _Work(Episode):
         try:
             match call.name:
                 case "bash":
-                    ran = self._sandbox.run(str(given["input"] if "input" in given else given["command"]))
+                    command = str(given["input"] if "input" in given else given["command"])
+                    ran = self._sandbox.run(command, env={"PYTHONDONTWRITEBYTECODE": "1"})  # two edits in a second
                     end = f"[no end within {ran.seconds:.0f} s]" if ran.timed_out else f"[exit code {ran.code}]"
                     return self._clip(ran.stdout + ran.stderr) + (end if ran.code or ran.timed_out else "")
                 case "view":
@@ -181,7 +182,7 @@ class _Work(Episode):
     def _score(self) -> dict[str, Any]:
         bug, domain = self._bug, self._domain
         with opened(domain.box, {**self._given, **self._changed()}) as fresh:
-            tested = run_tests(fresh, files_of(bug.FAIL_TO_PASS), domain.settings.test_seconds)
+            tested = run_tests(fresh, files_of(bug.FAIL_TO_PASS), domain.settings.test_seconds)[-1]
         fixed, kept = tested.passed(bug.FAIL_TO_PASS), tested.passed(bug.PASS_TO_PASS)
         return {"success": fixed == len(bug.FAIL_TO_PASS) and kept == len(bug.PASS_TO_PASS), "tests": tested.end,
                 "fail_to_pass": [fixed, len(bug.FAIL_TO_PASS)], "pass_to_pass": [kept, len(bug.PASS_TO_PASS)]}

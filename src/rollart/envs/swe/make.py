@@ -42,8 +42,8 @@ Tell = Callable[[str, int, int], object]
 class MakeSettings:
     """count: tasks to have. bugs: mutations of one function in each. workers: runs of tests at a time.
 
-    test_seconds: what the tests of a mutant may take of a core, and four times that on the clock; all tests of the
-    package ten times that. sandbox: its kind.
+    test_seconds: what one run of a mutant's tests may take of a core, and four times that on the clock; all tests of
+    the package together a hundred times that, three times run. sandbox: its kind.
     """
 
     count: int
@@ -126,17 +126,14 @@ class _Maker:
         good, bad = shortest_edit(source, mutated)
         where = [name for name in self._reached if [file, function] in self._reached[name]]
         where = sorted(where, key=lambda name: len(self._reached[name]))[:_FILES]
-        files, failing, message = {**self._files, file: mutated.encode()}, [], ""
-        for run in range(RUNS):
-            tested = self._run(files, where)
-            if tested.end != "whole":
-                return tested.end
-            now = sorted(test for name in where for test in self._passing[name] if not tested.passed([test]))
-            if run and now != failing:
-                return "unstable"
-            if not (failing := now):
-                return "survived"
-            message, where = tested.messages.get(failing[0], "it is not there any more"), files_of(failing)
+        runs = self._run({**self._files, file: mutated.encode()}, where, RUNS)
+        if broken := next((run.end for run in runs if run.end != "whole"), ""):
+            return broken
+        failing, *again = [[test for name in where for test in self._passing[name] if not run.passed([test])]
+                           for run in runs]
+        if not failing or len(again) < RUNS - 1 or any(other != failing for other in again):
+            return "unstable" if failing else "survived"
+        message, where = runs[0].messages.get(failing[0], "it is not there any more"), files_of(failing)
         if not self._passes(tuple(where)):
             return "reference fails"
         kept = tuple(test for name in where for test in self._passing[name] if test not in failing)
@@ -147,15 +144,15 @@ class _Maker:
                        f"{bugs} in the function {function} of {file}.\n\nThis test fails: {failing[0]}\n"
                        f"{message[:600]}{more}", tuple(failing), kept)
 
-    def _run(self, files: Files, tests: list[str]) -> Tested:
+    def _run(self, files: Files, tests: list[str], runs: int = 1) -> list[Tested]:
         seconds = self._settings.test_seconds  # of a core; on a busy machine the clock runs on
         box = SandboxSettings(kind=self._settings.sandbox, warm=0, cpu_seconds=max(1, round(seconds)))
         with opened(box, files) as sandbox:
-            return run_tests(sandbox, tests, 4 * seconds)
+            return run_tests(sandbox, tests, 4 * runs * seconds, runs=runs)
 
     def _passes(self, where: tuple[str, ...]) -> bool:
         if where not in self._good:
-            tested = self._run(self._files, list(where))
+            tested = self._run(self._files, list(where))[-1]
             self._good[where] = all(tested.passed([test]) for name in where for test in self._passing[name])
         return self._good[where]
 
@@ -180,14 +177,13 @@ def _begin(source: str, out: Path, settings: MakeSettings, tell: Tell) -> None:
     shutil.rmtree(template, ignore_errors=True)
     tell(f"fetching {source}", 0, 0)
     _fetch(source, template)
-    files, runs = read_files(template), []
-    for run in range(RUNS):
-        tell(f"running all tests, {run + 1} of {RUNS}", 0, 0)
-        with opened(SandboxSettings(kind=settings.sandbox, warm=0, cpu_seconds=3600), files) as sandbox:
-            runs.append(run_tests(sandbox, filter(_TESTS.search, files), 40 * settings.test_seconds, trace=not run))
+    files = read_files(template)
+    tell(f"running all tests {RUNS} times", 0, 0)
+    with opened(SandboxSettings(kind=settings.sandbox, warm=0, cpu_seconds=3600), files) as sandbox:
+        runs = run_tests(sandbox, filter(_TESTS.search, files), 100 * settings.test_seconds, runs=RUNS, trace=True)
     passing: dict[str, list[str]] = {}
     for test in runs[0].outcomes:
-        if all(run.passed([test]) for run in runs):
+        if len(runs) == RUNS and all(run.passed([test]) for run in runs):
             passing.setdefault(test.split("::")[0], []).append(test)
     if not passing:
         raise ConfigError(f"no test of {source} passes ({runs[0].end}); what it needs must be installed here. It said: "

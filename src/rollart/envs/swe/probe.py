@@ -1,15 +1,40 @@
 """Run inside the sandbox, as text: runs tests with pytest, without plugins and without the package's own options.
 
-Keeps true: `out` is written last, so a run that was cut short has none. Standard library and pytest only.
+Keeps true: each run is a process of its own, with chance of its own; its line of `out` is written last, so one that was
+cut short has none. Standard library and pytest only.
 """
 
 import json
 import os
+import random
 import sys
 
 
-def main(files: list[str], out: str, trace: bool) -> None:
-    """Write `out`: {"code", "outcomes": {test: outcome}, "messages": {test: why}, "reached"}; see Tested."""
+def main(files: list[str], out: str, runs: int, trace: bool) -> None:
+    """Lines of `out`: {"code", "outcomes": {test: outcome}, "messages": {test: why}, "reached"}; see Tested.
+
+    The first run is traced, if asked for; without that the others follow only where a test failed.
+    """
+    import pytest  # noqa: F401  once for all runs
+
+    for run in range(runs):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                random.seed()
+                once(files, out, trace and run == 0)
+            finally:
+                sys.stdout.flush()
+                os._exit(0)
+        os.waitpid(pid, 0)
+        with open(out, "a+") as file:
+            file.seek(0)
+            lines = file.readlines()
+        if len(lines) <= run or (not trace and json.loads(lines[0])["code"] != 1):
+            return
+
+
+def once(files: list[str], out: str, trace: bool) -> None:
     import pytest
 
     here, called = os.getcwd(), set()
@@ -42,8 +67,8 @@ def main(files: list[str], out: str, trace: bool) -> None:
     options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", here]
     answer = {"code": int(pytest.main([*options, *files], plugins=[Plugin()])), "outcomes": outcomes,
               "messages": messages, "reached": {test: sorted(calls) for test, calls in reached.items()}}
-    with open(out, "w") as file:
-        json.dump(answer, file)
+    with open(out, "a") as file:
+        file.write(json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 _PROBE = (Path(__file__).parent / "probe.py").read_text()
 _OUT = ".rollart-tests.json"
-_ENV = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+_ENV = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 Files = Mapping[str, bytes]
 
@@ -133,15 +133,21 @@ class Tested:
         return sum(self.outcomes.get(test) == "passed" for test in tests)
 
 
-def run_tests(sandbox: Sandbox, files: Iterable[str], seconds: float, *, trace: bool = False) -> Tested:
-    """Run the tests in some files. Raises SandboxFailed."""
-    arguments = json.dumps({"files": list(files), "out": _OUT, "trace": trace})
+def run_tests(sandbox: Sandbox, files: Iterable[str], seconds: float, *, runs: int = 1,
+              trace: bool = False) -> list[Tested]:
+    """Run the tests in some files, so often at most; see probe. The last one may not be whole. Raises SandboxFailed."""
+    arguments = json.dumps({"files": list(files), "out": _OUT, "runs": runs, "trace": trace})
     ran = sandbox.run(["python", "-c", _PROBE, arguments], seconds=seconds, env=_ENV)
+    out: list[Tested] = []
     try:
-        plain = json.loads(sandbox.read(_OUT))
-        return Tested("whole" if plain.pop("code") in (0, 1) else "broken", ran.stdout + ran.stderr, **plain)
+        for line in sandbox.read(_OUT).decode().splitlines():
+            plain = json.loads(line)
+            out.append(Tested("whole" if plain.pop("code") in (0, 1) else "broken", ran.stdout + ran.stderr, **plain))
     except (OSError, ValueError, KeyError, TypeError):
-        return Tested("slow" if ran.timed_out else "crashed", ran.stdout + ran.stderr, {}, {}, {})
+        pass
+    if ran.timed_out or not out:
+        out.append(Tested("slow" if ran.timed_out else "crashed", ran.stdout + ran.stderr, {}, {}, {}))
+    return out
 
 
 def files_of(tests: Iterable[str]) -> list[str]:
