@@ -138,7 +138,7 @@ class _Maker:
             return "reference fails"
         kept = tuple(test for name in where for test in self._passing[name] if test not in failing)
         bugs = f"There are {len(changes)} bugs" if len(changes) > 1 else "There is a bug"
-        more = f"\n{len(failing) - 1} more of its tests fail." if len(failing) > 1 else ""
+        more = f"\nFailing tests in all: {len(failing)}." if len(failing) > 1 else ""
         return BugTask(hashlib.blake2b(f"{file}\n{good}\n{bad}".encode(), digest_size=8).hexdigest(), file, function,
                        tuple(change.kind for change in changes), good, bad,
                        f"{bugs} in the function {function} of {file}.\n\nThis test fails: {failing[0]}\n"
