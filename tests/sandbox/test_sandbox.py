@@ -66,7 +66,7 @@ def test_files_and_snapshots_give_back_what_was_put_in(sandbox):
     sandbox.write("a/b c/-d", data)
     assert sandbox.read("a/b c/-d") == data
     kept = sandbox.snapshot()
-    sandbox.run("rm -r a; echo new > -n; mkdir -m 000 locked; ln -s /etc link; printf x > 'new\nline'")
+    sandbox.run("rm -r a; echo new > -n; mkdir -m 000 locked; ln -s /etc link; printf x > 'new\nline'; chmod 0 .")
     sandbox.restore(kept)
     assert sandbox.run("find . -type f -o -type l").stdout == "./a/b c/-d\n"
     with open_sandbox(SMALL) as other:
