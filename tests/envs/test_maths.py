@@ -60,7 +60,8 @@ def test_only_the_agents_own_answer_counts():
 
 def test_problems_come_from_a_file_and_a_bad_line_is_named(tmp_path):
     path = tmp_path / "gsm8k.jsonl"
-    rows = [{"question": f"What is {i} thousand?", "answer": f"It is <<{i}*1000={i}000>>so.\n#### {i},000"} for i in range(40)]
+    rows = [{"question": f"What is {i} thousand?", "answer": f"It is <<{i}*1000={i}000>>so.\n#### {i},000"}
+            for i in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     domain = make_domain("maths", {"path": str(path)})
     task = domain.task(0, "eval")

@@ -117,15 +117,16 @@ def read_gsm8k(path: str) -> list[dict[str, Any]]:
     rows, number = [], 0
     try:
         with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+            for line in file:
+                number += 1
                 row = json.loads(line)
                 answer = int(row["answer"].rpartition("####")[2].strip().replace(",", ""))
                 rows.append({"question": str(row["question"]), "answer": answer, "work": str(answer)})
     except OSError as error:
         raise ConfigError(f"domain maths: path {path} cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"domain maths: {path} line {number} must be {{\"question\": ..., \"answer\": \"... #### 42\"}} "
-                          f"with a whole number: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"domain maths: {path} line {number} must be "
+                          f'{{"question": ..., "answer": "... #### 42"}}: {type(error).__name__}: {error}') from None
     if not rows:
         raise ConfigError(f"domain maths: {path} holds no problem")
     return rows

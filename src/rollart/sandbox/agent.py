@@ -4,8 +4,8 @@ Keeps true: whatever a command started is gone before its answer is sent; past i
 killed with all it started; no more output than its limit is held. It ends with the socket (the owner closed it, or
 died) and at the end of its life. Standard library only. Waits for the next request, and for the command.
 
-    request  lengths of header and input (>II), header as JSON {command, seconds, output, env, cwd}, input
-    answer   lengths of header, output, errors (>III), header as JSON {code, timed_out, truncated, seconds}, output, errors
+    request  lengths (>II) of a JSON header {command, seconds, output, env, cwd} and the input; both
+    answer   lengths (>III) of a JSON header {code, timed_out, truncated, seconds}, output and errors; all three
 """
 
 import ctypes
@@ -114,8 +114,9 @@ def run(request, given, spec, ends):
     for fd in ending:
         os.close(fd)
     out, err = pipes.values()
+    err += f"\n[killed: above its limit of {why}]\n".encode() if why else b""
     return {"code": process.returncode, "timed_out": late, "truncated": any(lost.values()),
-            "seconds": monotonic() - started}, out, err + (f"\n[killed: above its limit of {why}]\n".encode() if why else b"")
+            "seconds": monotonic() - started}, out, err
 
 
 def finish(process, isolated):

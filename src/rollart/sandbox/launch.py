@@ -76,9 +76,9 @@ def start(kind: str, settings: SandboxSettings,
     name, root = f"rollart-sandbox-{os.getpid()}-{number}", kind == "bubblewrap" and _as_root()
     work = tempfile.mkdtemp(prefix=name + "-") if trust else WORK
     spec = {"name": name, "uid": 1 << 30 | (os.getpid() & 0x3FFFFF) << 8 | number & 0xFF if root else 0, "work": work,
-            "home": work if trust else HOME, "isolated": not trust, "life": s.life_seconds, "memory": s.memory_mb * 10**6,
-            "cpu": s.cpu_seconds, "disk": s.disk_mb * 10**6, "pids": s.pids + 1, "own_user": kind == "bubblewrap",
-            "template": "" if template is None else str(template) if trust else "/template"}
+            "home": work if trust else HOME, "isolated": not trust, "own_user": kind == "bubblewrap",
+            "life": s.life_seconds, "memory": s.memory_mb * 10**6, "cpu": s.cpu_seconds, "disk": s.disk_mb * 10**6,
+            "pids": s.pids + 1, "template": "" if template is None else str(template) if trust else "/template"}
     agent = ["-I", "-S", AGENT if trust else "/agent.py", json.dumps(spec)]
     ours, theirs = socket.socketpair()
     read, write = os.pipe()
@@ -107,7 +107,7 @@ def _bubblewrap(root: bool, settings: SandboxSettings, template: Path | None, se
     for path in (f"/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64") if Path("/", name).is_dir()):
         out += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     out += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
-    shown = [path for path in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/nix/store") if os.path.exists(path)]
+    shown = filter(os.path.exists, ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/nix/store"))
     needed = [path for path in (sys.base_prefix, sys.prefix, *settings.read_only) if not f"{path}/".startswith("/usr/")]
     for path in dict.fromkeys([*shown, *needed]):
         for parent in reversed(Path(path).parents[:-1]):
@@ -144,7 +144,8 @@ def _seccomp() -> bytes:
             (at_least, 0, 1, 0x40000000), (answer, 0, 0, eperm), (equal, 0, 1, clone3), (answer, 0, 0, enosys)]
     for number in refused:
         code += [(equal, 0, 1, number), (answer, 0, 0, eperm)]
-    code += [(equal, 0, 3, clone), (load, 0, 0, 16), (bits, 0, 1, 0x7E020000), (answer, 0, 0, eperm), (answer, 0, 0, allow)]
+    code += [(equal, 0, 3, clone), (load, 0, 0, 16), (bits, 0, 1, 0x7E020000), (answer, 0, 0, eperm),
+             (answer, 0, 0, allow)]
     return b"".join(struct.pack("=HBBI", *one) for one in code)
 
 
@@ -170,8 +171,9 @@ def reason(kind: str) -> str:
         return ""
     if why := _tried([program, "info"]):
         return why
-    names = subprocess.run([program, "ps", "-a", "--format", "{{.Names}}"], capture_output=True, text=True).stdout.split()
-    return _tried([program, "rm", "-f", *filter(_dead, names)]) if any(map(_dead, names)) else ""
+    listed = subprocess.run([program, "ps", "-a", "--format", "{{.Names}}"], capture_output=True, text=True, timeout=30)
+    left = list(filter(_dead, listed.stdout.split()))
+    return _tried([program, "rm", "-f", *left]) if left else ""
 
 
 def choose(kind: str) -> str:
