@@ -44,7 +44,7 @@ def check_up(console: Console) -> bool:
             state = f"[yellow]{missing}: pip install 'rollart\\[{extra}]'[/]"
         table.add_row(module, state, use)
     kind = next((kind for kind in ("bubblewrap", "podman", "docker") if not reason(kind)), "")
-    table.add_row("sandbox", f"[green]{kind}[/]" if kind else f"[yellow]bubblewrap: {reason('bubblewrap')}: {INSTALL}[/]",
+    table.add_row("sandbox", f"[green]{kind}[/]" if kind else f"[yellow]{reason('bubblewrap')}: {INSTALL}[/]",
                   "running code that a model wrote: maths, unit tests")
     table.add_row("GPU", _gpu(), "engine and learner use it (device = auto)")
     console.print(table)

@@ -32,7 +32,7 @@ def test_the_scripted_player_solves_all_held_out_tasks_and_chance_next_to_none()
 
 
 def test_the_tool_keeps_files_shows_errors_and_the_end_and_is_stopped():
-    domain = make_domain("maths", {"tool_seconds": 0.5, "characters": 60, "max_turns": 9})
+    domain = make_domain("maths", {"tool_seconds": 0.5, "max_turns": 9})
     episode = domain.open(domain.task(0, "train"))
 
     def says(text):
@@ -41,7 +41,7 @@ def test_the_tool_keeps_files_shows_errors_and_the_end_and_is_stopped():
     assert says("<python>open('x', 'w').write('7')</python>") == "no output: use print"
     assert says("Reading it <python>{\"code\": \"print(open('x').read())\"}</python>") == "7"
     assert says("<python>1 / 0</python>").endswith("ZeroDivisionError: division by zero")
-    assert len(says("<python>print('x' * 1000)</python>")) == 60
+    assert len(says("<python>print('x' * 5000)</python>")) == 1000
     assert says("<python>while True: pass</python>") == "stopped after 0.5 s"
     assert says("<pyth>1</pyth>").startswith("?")
     last = episode.step(Action("so answer 0"))
@@ -60,7 +60,8 @@ def test_only_the_agents_own_answer_counts():
 
 def test_problems_come_from_a_file_and_a_bad_line_is_named(tmp_path):
     path = tmp_path / "gsm8k.jsonl"
-    rows = [{"question": f"What is {i} thousand?", "answer": f"It is <<{i}*1000={i}000>>so.\n#### {i},000"} for i in range(40)]
+    rows = [{"question": f"What is {i} thousand?", "answer": f"It is <<{i}*1000={i}000>>so.\n#### {i},000"}
+            for i in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     domain = make_domain("maths", {"path": str(path)})
     task = domain.task(0, "eval")
@@ -87,7 +88,7 @@ def test_it_refuses_to_start_where_no_sandbox_works_unless_trusted(monkeypatch):
 
 @pytest.mark.parametrize(("settings", "says"), [
     ({"sandbox": "jail"}, "a sandbox is one of auto"), ({"largest": 9}, "largest <= 8"), ({"highest": 2}, "highest"),
-    ({"tool_seconds": 0.0}, "seconds must be above 0"), ({"characters": 0}, "characters")])
+    ({"tool_seconds": 0.0}, "seconds must be above 0")])
 def test_settings_out_of_range_are_refused(settings, says):
     with pytest.raises(ConfigError, match=says):
         make_domain("maths", settings)

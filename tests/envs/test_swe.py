@@ -262,11 +262,13 @@ def test_settings_are_checked(settings, says):
         make_domain("swe", settings)
 
 
+@sandboxed
 def test_a_task_that_is_not_in_the_set_any_more_is_refused(domain):
     with pytest.raises(ConfigError, match="the set has no task gone"):
         domain.open(replace(domain.task(0, "train"), payload={"id": "gone"}))
 
 
+@sandboxed
 def test_the_shipped_set_is_whole_and_both_splits_have_tasks(domain):
     assert len(domain.set.tasks) >= 120
     for line in (SHIPPED / "tasks.jsonl").read_text().splitlines():

@@ -20,7 +20,7 @@ def asked(answer="", payload=None, **facts):
 
 
 def test_the_share_of_the_tests_that_pass_is_the_value():
-    good = unit_tests(asked("I think:\n```python\nadd = None\n```\nbetter:\n```python\ndef add(a, b):\n    return a + b\n```"))
+    good = unit_tests(asked(f"I think:\n```python\nadd = None\n```\nbetter:\n```python\n{RIGHT}```"))
     assert (good.value, good.success, good.reason) == (1.0, True, "0 of 2 tests fail")
     half = unit_tests(asked("```\ndef add(a, b):\n    return abs(a) + abs(b)\n```"))
     assert (half.value, half.success, half.parts) == (0.5, False, {"passed": 0.5})
@@ -40,7 +40,8 @@ CHEATS = {
     "tests of its own": {"solution.py": "add = None", "test_mine.py": "import unittest\nclass T(unittest.TestCase):\n"
                                                                      "    def test(self): pass\n"},
     "a test library of its own": {"solution.py": "add = None", "unittest.py": "class TestCase: pass",
-                                  "unittest/__init__.py": "class TestCase: pass", "sitecustomize.py": "import os; os._exit(0)"},
+                                  "unittest/__init__.py": "class TestCase: pass",
+                                  "sitecustomize.py": "import os; os._exit(0)"},
 }
 
 

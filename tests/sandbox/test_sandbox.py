@@ -66,7 +66,7 @@ def test_files_and_snapshots_give_back_what_was_put_in(sandbox):
     sandbox.write("a/b c/-d", data)
     assert sandbox.read("a/b c/-d") == data
     kept = sandbox.snapshot()
-    sandbox.run("rm -r a; echo new > -n; mkdir -m 000 locked; ln -s /etc link; printf x > 'new\nline'")
+    sandbox.run("rm -r a; echo new > -n; mkdir -m 000 locked; ln -s /etc link; printf x > 'new\nline'; chmod 0 .")
     sandbox.restore(kept)
     assert sandbox.run("find . -type f -o -type l").stdout == "./a/b c/-d\n"
     with open_sandbox(SMALL) as other:
@@ -105,14 +105,14 @@ ESCAPES = {
     "the host's processes": ("import os; os.kill({pid}, 0)", "No such process"),
     "the agent's memory": ("open('/proc/1/mem', 'rb')", "Permission"),
     "the agent's socket": ("open('/proc/1/fd/1', 'w')", "Permission|No such"),
-    "killing the agent": ("import os; os.kill(1, 9); print(open('/proc/1/stat').read()); raise SystemExit(1)", "$|not perm"),
-    "mounting": ("import ctypes; c = ctypes.CDLL(None, use_errno=True); r = c.mount(b'none', b'/box', b'tmpfs', 0, 0);"
+    "killing the agent": ("import os; os.kill(1, 9); os.stat('/proc/1'); raise SystemExit(1)", "$|not perm"),
+    "mounting": ("import ctypes; c = ctypes.CDLL(None, use_errno=True); r = c.mount(b'x', b'/box', b'tmpfs', 0, 0);"
                  "raise OSError(ctypes.get_errno(), 'mount') if r else None", "mount"),
     "a namespace of users": ("import subprocess, sys; sys.exit(subprocess.run(['unshare', '-Ur', 'true']).returncode)",
                              "not permitted"),
     "memory of no process": ("import os; os.memfd_create('x')", "not permitted"),
-    "the kernel's keys": ("import ctypes; c = ctypes.CDLL(None, use_errno=True); r = c.syscall(248, b'user', b'a', b'b', 1,"
-                          "-3); raise OSError(ctypes.get_errno(), 'key') if r < 0 else None", "key"),
+    "the kernel's keys": ("import ctypes; c = ctypes.CDLL(None, use_errno=True); r = c.syscall(248, b'user', b'a', b'',"
+                          "1, -3); raise OSError(ctypes.get_errno(), 'key') if r < 0 else None", "key"),
     "becoming root": ("import os; os.setuid(0)", "not permitted|Invalid"),
     "a setuid program": ("import subprocess, sys; sys.exit(subprocess.run(['su', '-c', 'true'], stdin=-3).returncode)",
                          "su:|No such"),
@@ -141,11 +141,11 @@ def test_an_escape_is_refused(what, sandbox, tmp_path):
 
 BOMBS = {
     "fork bomb": ("import os\nwhile True:\n try: os.fork()\n except OSError: pass", {"seconds": 2}, "timed_out"),
-    "thread bomb": ("import threading, time\nfor _ in range(99): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()", {},
-                    "can't start new thread"),
+    "thread bomb": ("import threading, time\nfor _ in range(99): "
+                    "threading.Thread(target=time.sleep, args=(9,), daemon=True).start()", {}, "start new thread"),
     "memory bomb": ("x = []\nwhile True: x.append(bytearray(10**6))", {}, "MemoryError"),
-    "memory bomb of many": ("import os, time\nfor _ in range(8): os.fork()\nx = bytearray(60 * 10**6); time.sleep(9)", {},
-                            "above its limit of memory|Resource temporarily|timed_out"),
+    "memory bomb of many": ("import os, time\nfor _ in range(3): os.fork()\nx = bytearray(60 * 10**6); time.sleep(9)",
+                            {}, "above its limit of memory"),
     "memory in files": ("open('/dev/shm/x', 'wb').write(bytes(10**8))", {}, "too large|No space|MemoryError"),
     "big file": ("f = open('x', 'wb')\nfor _ in range(20): f.write(bytes(10**6)); f.flush()", {}, "too large"),
     "many files": ("for i in range(20): open(f'{i}', 'wb').write(bytes(10**6))", {}, "No space"),
@@ -190,13 +190,13 @@ def test_links_lead_nowhere_outside(link, sandbox, tmp_path):
     secret.write_text("hidden")
     sandbox.run(["ln", "-s", link.format(secret=secret), "link"])
     sandbox.run(["ln", "-s", str(tmp_path), "folder"])
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="in the sandbox"):
         sandbox.read("link")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="in the sandbox"):
         sandbox.read("folder/secret")
     sandbox.write("link", b"mine")
     assert sandbox.read("link") == b"mine"
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="in the sandbox"):
         sandbox.write("folder/secret", b"mine")
     assert secret.read_text() == "hidden"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["secret"]
@@ -212,7 +212,7 @@ def test_an_answer_that_is_too_large_or_none_ends_the_sandbox(monkeypatch):
     for answer in (b"\xff" * 12, b""):
         with open_sandbox(SMALL) as sandbox:
             monkeypatch.setattr(sandbox, "_answers", __import__("io").BytesIO(answer))
-            with pytest.raises(SandboxFailed, match="answer of|has ended"):
+            with pytest.raises(SandboxFailed, match=r"answer of|has ended"):
                 sandbox.run("true")
             with pytest.raises(SandboxFailed):
                 sandbox.run("true")
@@ -222,14 +222,14 @@ def test_a_sandbox_ends_at_the_end_of_its_life():
     with open_sandbox(SandboxSettings(life_seconds=0.5, warm=0)) as sandbox:
         assert sandbox.run("sleep 60").timed_out
         time.sleep(0.6)
-        with pytest.raises(SandboxFailed, match="it has ended|Broken pipe|reset"):
+        with pytest.raises(SandboxFailed, match=r"it has ended|Broken pipe|reset"):
             sandbox.run("true")
 
 
 @pytest.mark.parametrize("fork", [False, True])
 def test_nothing_outlives_its_owner_also_when_that_is_killed(fork):
     mark = f"33.{os.getpid()}{int(fork)}"
-    code = ("import os, sys, time\nfrom rollart.sandbox import *\ns = open_sandbox(SandboxSettings(warm=2))\ns.close()\n"
+    code = ("import os, time\nfrom rollart.sandbox import *\ns = open_sandbox(SandboxSettings(warm=2))\ns.close()\n"
             f"s = open_sandbox(SandboxSettings(warm=2))\nif {fork} and os.fork() == 0: time.sleep(60)\n"
             f"print(os.getpid(), flush=True)\ns.run('sl' 'eep {mark} & sl' 'eep {mark}', seconds=60)")
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True,
@@ -248,10 +248,12 @@ def test_nothing_outlives_its_owner_also_when_that_is_killed(fork):
 
 
 def test_many_cycles_leave_no_process_mount_folder_or_descriptor():
+    ours = f"rollart-sandbox-{os.getpid()}-"
+
     def left():
         close_warm()
-        return (len(processes(f"rollart-sandbox-{os.getpid()}-")), len(Path("/proc/self/mounts").read_text().splitlines()),
-                len(os.listdir("/proc/self/fd")), sorted(path.name for path in Path("/tmp").glob("rollart-sandbox*")))
+        mounts, folders = Path("/proc/self/mounts").read_text(), Path("/tmp").glob(f"{ours}*")
+        return len(processes(ours)), mounts, list(folders), len(os.listdir("/proc/self/fd"))
 
     with open_sandbox(SandboxSettings()):
         pass
@@ -280,8 +282,9 @@ def test_a_user_without_rights_gets_the_same_sandbox(tmp_path):
     source = tmp_path.parent / "rollart-source"
     subprocess.run(["cp", "-r", str(Path(rollart.__file__).parents[1]), str(source)], check=True)
     subprocess.run(["chmod", "-R", "a+rX", str(source), str(tmp_path.parent), str(tmp_path.parent.parent)], check=True)
-    done = subprocess.run(["setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups", "/usr/bin/python3", "-c", code],
-                          capture_output=True, text=True, cwd="/", env={"PYTHONPATH": str(source), "PATH": os.environ["PATH"]})
+    other = ["setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups", "/usr/bin/python3", "-c", code]
+    done = subprocess.run(other, capture_output=True, text=True, cwd="/",
+                          env={"PYTHONPATH": str(source), "PATH": os.environ["PATH"]})
     if "does not work here" in done.stderr:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert "Ran(stdout='1000\\n" in done.stdout, done
@@ -292,7 +295,7 @@ def test_a_user_without_rights_gets_the_same_sandbox(tmp_path):
 
 def test_where_nothing_works_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(launch, "reason", lambda kind: "" if kind == "trust" else "it is not there")
-    with pytest.raises(ConfigError, match="needs a sandbox.*apt-get install bubblewrap") as refused:
+    with pytest.raises(ConfigError, match=r"needs a sandbox.*apt-get install bubblewrap") as refused:
         choose("auto")
     assert "\n" not in str(refused.value)
     with pytest.raises(ConfigError, match="podman does not work here"):

@@ -24,6 +24,7 @@ from rollart.envs.tool_calls import parse
 from rollart.sandbox import Sandbox, SandboxSettings, choose, open_sandbox
 
 _ANSWER = re.compile(r"(?:^|\s)answer (-?\d{1,12})$")
+_SHOWN = 1000  # characters of the tool's output, the last
 _NAMES = ("Ana", "Ben", "Chen", "Dora", "Emil", "Fatma", "Goran", "Hanna")
 _THINGS = ("shells", "stamps", "apples", "marbles", "cards", "nails", "books", "tickets")
 _Work = Callable[[int, int, int], float]
@@ -44,7 +45,7 @@ class MathsSettings(DomainSettings):
 
     path: problems from this file instead, in GSM8K's form: a line is {"question": ..., "answer": "... #### 42"}.
     sandbox: auto, bubblewrap, podman, docker, or trust (the code runs on this machine). tool_seconds: deadline of a
-    call of the tool. memory_mb: of its processes (10^6 bytes). characters: of its output that are shown, the last.
+    call of the tool (seconds).
     """
 
     smallest: int = 1
@@ -53,8 +54,6 @@ class MathsSettings(DomainSettings):
     path: str = ""
     sandbox: str = "auto"
     tool_seconds: float = 10.0
-    memory_mb: int = 512
-    characters: int = 1000
     max_turns: int = 4
     max_tokens: int = 160
 
@@ -64,13 +63,11 @@ class MathsSettings(DomainSettings):
             raise ValueError(f"1 <= smallest <= largest <= 8 is required; got {self.smallest} and {self.largest}")
         if not 3 <= self.highest <= 10_000:
             raise ValueError(f"highest must lie between 3 and 10000; got {self.highest}")
-        if self.characters < 1:
-            raise ValueError(f"characters must be at least 1; got {self.characters}")
         self.limits()
 
     def limits(self) -> SandboxSettings:
         """What the tool's code may use. Raises ValueError."""
-        return SandboxSettings(kind=self.sandbox, seconds=self.tool_seconds, memory_mb=self.memory_mb)
+        return SandboxSettings(kind=self.sandbox, seconds=self.tool_seconds)
 
 
 class Maths(Domain):
@@ -120,15 +117,16 @@ def read_gsm8k(path: str) -> list[dict[str, Any]]:
     rows, number = [], 0
     try:
         with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+            for line in file:
+                number += 1
                 row = json.loads(line)
                 answer = int(row["answer"].rpartition("####")[2].strip().replace(",", ""))
                 rows.append({"question": str(row["question"]), "answer": answer, "work": str(answer)})
     except OSError as error:
         raise ConfigError(f"domain maths: path {path} cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"domain maths: {path} line {number} must be {{\"question\": ..., \"answer\": \"... #### 42\"}} "
-                          f"with a whole number: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"domain maths: {path} line {number} must be "
+                          f'{{"question": ..., "answer": "... #### 42"}}: {type(error).__name__}: {error}') from None
     if not rows:
         raise ConfigError(f"domain maths: {path} holds no problem")
     return rows
@@ -165,7 +163,7 @@ class _Problem(Episode):
         self._sandbox = self._sandbox or open_sandbox(self._settings.limits())
         ran = self._sandbox.run(["python3", "-"], stdin=code)
         late = f"\nstopped after {self._settings.tool_seconds:g} s" if ran.timed_out else ""
-        return f"{ran.stdout}{ran.stderr}{late}".strip()[-self._settings.characters:] or "no output: use print"
+        return f"{ran.stdout}{ran.stderr}{late}".strip()[-_SHOWN:] or "no output: use print"
 
 
 class _Solver:

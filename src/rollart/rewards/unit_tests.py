@@ -48,7 +48,7 @@ class UnitTests:
 
     def __call__(self, request: RewardRequest) -> Score:
         files, tests = request.facts.get("files"), request.payload.get("tests")
-        paths = [path for path in tests if re.search(r"(^|/)test[^/]*\.py$", path)] if isinstance(tests, Mapping) else []
+        paths = [str(path) for path in tests or () if re.search(r"(^|/)test[^/]*\.py$", str(path))]
         if not isinstance(tests, Mapping) or not paths:
             raise Unscorable("the task's payload has no `tests` with a file test*.py")
         blocks = _BLOCK.findall(request.answer)
@@ -68,8 +68,8 @@ class UnitTests:
             raise Unavailable(str(failed)) from None
         found = re.search(rf"^{key} (\d+) (\d+)$", ran.stdout, re.MULTILINE)
         if not found or ran.code or int(found[1]) == 0:
-            why = "timed out" if ran.timed_out else (ran.stderr.strip().splitlines() or ["they did not come to their end"])[-1]
-            return Score(0.0, False, {"passed": 0.0}, f"the tests: {why}")
+            said = ["did not come to their end", *ran.stderr.strip().splitlines()]
+            return Score(0.0, False, {"passed": 0.0}, f"the tests: {'timed out' if ran.timed_out else said[-1]}")
         share = 1 - int(found[2]) / int(found[1])
         return Score(share, share == 1, {"passed": share}, f"{found[2]} of {found[1]} tests fail")
 

@@ -4,8 +4,8 @@ Keeps true: whatever a command started is gone before its answer is sent; past i
 killed with all it started; no more output than its limit is held. It ends with the socket (the owner closed it, or
 died) and at the end of its life. Standard library only. Waits for the next request, and for the command.
 
-    request  lengths of header and input (>II), header as JSON {command, seconds, output, env, cwd}, input
-    answer   lengths of header, output, errors (>III), header as JSON {code, timed_out, truncated, seconds}, output, errors
+    request  lengths (>II) of a JSON header {command, seconds, output, env, cwd} and the input; both
+    answer   lengths (>III) of a JSON header {code, timed_out, truncated, seconds}, output and errors; all three
 """
 
 import ctypes
@@ -17,15 +17,15 @@ import signal
 import struct
 import subprocess
 import sys
-import time
+from time import monotonic
 
 TICK = 0.05  # seconds between two looks at the memory and the processes in use
 
 
 def prepare(spec):
     """Fill the work folder and become the sandbox's own user, for good, and out of reach of its commands."""
-    if spec["template"]:
-        subprocess.run(["cp", "-a", spec["template"] + "/.", spec["work"]], check=True, stdout=subprocess.DEVNULL)
+    if entries := [os.path.join(spec["template"], name) for name in os.listdir(spec["template"] or spec["work"])]:
+        subprocess.run(["cp", "-a", "--", *entries, spec["work"]], check=True, stdout=subprocess.DEVNULL)
     if spec["uid"]:
         subprocess.run(["chown", "-hR", f"{spec['uid']}:{spec['uid']}", spec["work"], spec["home"]], check=True)
         os.setgroups([])
@@ -39,7 +39,7 @@ def limit(spec):
     """In the command's process, before it is the command. Where others share its user, their processes would count."""
     wanted = {resource.RLIMIT_AS: spec["memory"], resource.RLIMIT_CPU: spec["cpu"], resource.RLIMIT_FSIZE: spec["disk"],
               resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 512}
-    for kind, value in {**wanted, **({resource.RLIMIT_NPROC: spec["pids"]} if spec["isolated"] else {})}.items():
+    for kind, value in {**wanted, **({resource.RLIMIT_NPROC: spec["pids"]} if spec["own_user"] else {})}.items():
         hard = resource.getrlimit(kind)[1]
         resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard),) * 2)
 
@@ -59,66 +59,64 @@ def above(spec):
 
 def run(request, given, spec, ends):
     """One command to its end; see the module's docstring for the answer."""
-    started, command = time.monotonic(), request["command"]
+    started, command = monotonic(), request["command"]
     if isinstance(command, str):
         command = ["/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh", "-c", command]
     try:
+        if os.stat(spec["work"]).st_uid == os.getuid():
+            os.chmod(spec["work"], 0o755)  # whatever a command made of it
         process = subprocess.Popen(command, cwd=os.path.join(spec["work"], request["cwd"]), stdin=subprocess.PIPE,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=request["env"], bufsize=0,
                                    preexec_fn=lambda: limit(spec), start_new_session=True)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return {"code": 127, "timed_out": False, "truncated": False, "seconds": 0.0}, b"", str(error).encode()
-    pipes = (process.stdout, process.stderr)
-    kept = {pipe: [bytearray(), 0, request["output"]] for pipe in pipes}
+    pipes = {process.stdout: bytearray(), process.stderr: bytearray()}
+    lost, half, live = dict.fromkeys(pipes, 0), request["output"] // 2, set(pipes)
+
+    def drain(pipe):
+        data = pipe.read(1 << 16)  # None: nothing now; empty: its end
+        if data == b"":
+            live.discard(pipe)
+        pipes[pipe] += data or b""
+        over = max(0, len(pipes[pipe]) - 2 * half)
+        del pipes[pipe][half:half + over]
+        lost[pipe] += over
+        return data
+
     for pipe in (*pipes, process.stdin):
         os.set_blocking(pipe.fileno(), False)
     ending = [os.pidfd_open(process.pid)] if hasattr(os, "pidfd_open") else []
     deadline, looked, why, late = min(started + request["seconds"], ends), started, "", False
     while process.poll() is None and not why and not late:
-        reading = [pipe for pipe in pipes if kept[pipe][2]]
         feeding = [] if process.stdin.closed else [process.stdin]
-        ready, room, _ = select.select([0, *ending, *reading], feeding, [], TICK if ending else TICK / 10)
+        ready, room, _ = select.select([0, *ending, *live], feeding, [], TICK if ending else TICK / 10)
         if 0 in ready:
             os._exit(0)  # the owner is gone
-        for pipe in pipes:
-            drain(pipe, kept[pipe], pipe in ready)
+        for pipe in live.intersection(ready):
+            drain(pipe)
         try:
             given = given[process.stdin.write(given[:1 << 16]) or 0:] if room and given else given
         except OSError:
             given = b""
         if not given:
             process.stdin.close()
-        now = time.monotonic()
+        now = monotonic()
         late = now >= deadline
         if spec["isolated"] and now - looked >= TICK:
             looked, why = now, above(spec)
     finish(process, spec["isolated"])
-    for pipe in pipes:
-        while drain(pipe, kept[pipe], bool(kept[pipe][2])):
+    for pipe, kept in pipes.items():
+        while pipe in live and drain(pipe):
             pass
         pipe.close()
-        if kept[pipe][1]:
-            kept[pipe][0][request["output"] // 2:0] = b"\n... %d bytes left out ...\n" % kept[pipe][1]
+        kept[half:0] = b"\n... %d bytes left out ...\n" % lost[pipe] if lost[pipe] else b""
     process.stdin.close()
     for fd in ending:
         os.close(fd)
-    (out, lost, _), (err, lost_too, _) = kept[pipes[0]], kept[pipes[1]]
-    note = b"\n[killed: above its limit of %s]\n" % why.encode() if why else b""
-    return {"code": process.returncode, "timed_out": late, "truncated": bool(lost or lost_too),
-            "seconds": time.monotonic() - started}, out, err + note
-
-
-def drain(pipe, kept, ready):
-    """Take what a pipe holds now, if anything; `kept` is the first and last half, how much is lost, the limit or 0."""
-    data = pipe.read(1 << 16) if ready else None
-    if data == b"":
-        kept[2] = 0  # its end
-    if data:
-        kept[0] += data
-        over = max(0, len(kept[0]) - kept[2])
-        del kept[0][kept[2] // 2:kept[2] // 2 + over]
-        kept[1] += over
-    return data
+    out, err = pipes.values()
+    err += f"\n[killed: above its limit of {why}]\n".encode() if why else b""
+    return {"code": process.returncode, "timed_out": late, "truncated": any(lost.values()),
+            "seconds": monotonic() - started}, out, err
 
 
 def finish(process, isolated):
@@ -136,7 +134,7 @@ def finish(process, isolated):
 
 
 def take(count):
-    """Exactly that many bytes of the owner's; this process ends where there are no more."""
+    """Exactly that many bytes of the owner's; where there are no more, this process ends."""
     data = sys.stdin.buffer.read(count)
     return data if len(data) == count else os._exit(0)
 
@@ -145,11 +143,11 @@ def main():
     spec = json.loads(sys.argv[1])
     if spec["isolated"] and os.getpid() != 1:
         raise SystemExit("not the first process of its namespace")
-    ends = time.monotonic() + spec["life"]
+    ends = monotonic() + spec["life"]
     prepare(spec)
     sys.stdout.buffer.write(b"ready")
     sys.stdout.buffer.flush()
-    while select.select([0], [], [], max(0.0, ends - time.monotonic()))[0]:
+    while select.select([0], [], [], max(0.0, ends - monotonic()))[0]:
         lengths = struct.unpack(">II", take(8))
         answer, out, err = run(json.loads(take(lengths[0])), take(lengths[1]), spec, ends)
         header = json.dumps(answer).encode()

@@ -30,7 +30,10 @@ _MANY = 8  # templates whose sandboxes wait ready in one process
 _READ = '[ -e "$1" ] || exit 44; [ -f "$1" ] || { echo no file >&2; exit 1; }; exec cat -- "$1"'
 _WRITE = ('d=$(dirname -- "$1") && mkdir -p -- "$d" && t=$(mktemp -p "$d") && cat > "$t" && chmod 644 -- "$t" && '
           'mv -fT -- "$t" "$1" || { rm -f -- "$t"; exit 1; }')
-_RESTORE = "chmod -R u+rwX . && find . -mindepth 1 -delete && exec tar -xf -"
+_SNAPSHOT = "find . -mindepth 1 -maxdepth 1 -print0 | tar -cf - --null -T -"
+_RESTORE = "chmod -R u+rwX . 2>/dev/null; find . -mindepth 1 -delete && exec tar -xf -"
+Snapshot = bytes
+"""The work folder's content as a tar file; of use in any sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +49,6 @@ class Ran:
     timed_out: bool
     truncated: bool
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The work folder's content as a tar file; of use in any sandbox."""
-
-    data: bytes
 
 
 class Sandbox:
@@ -86,11 +82,11 @@ class Sandbox:
 
     def snapshot(self) -> Snapshot:
         """The work folder as it is now. Raises OSError, SandboxFailed."""
-        return Snapshot(self._plain("exec tar -cf - .", ""))
+        return self._plain(_SNAPSHOT, "")
 
     def restore(self, snapshot: Snapshot) -> None:
         """Make the work folder what it was; whatever else is in it goes. Raises OSError, SandboxFailed."""
-        self._plain(_RESTORE, "", snapshot.data)
+        self._plain(_RESTORE, "", snapshot)
 
     def close(self) -> None:
         """End it with all that runs in it, and start the next of its kind. May be called again."""
@@ -109,9 +105,10 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _end(self) -> None:
+    def _end(self) -> str:
+        """Everything in its namespace goes with the agent. What it said last, to its errors."""
         if self not in _open:
-            return
+            return ""
         _open.discard(self)
         self._answers.close()
         self._socket.close()
@@ -121,18 +118,11 @@ class Sandbox:
         except subprocess.TimeoutExpired:
             if self.kind != "trust":
                 subprocess.run([self.kind, "rm", "-f", self._name], capture_output=True, timeout=GRACE_SECONDS)
-        self._kill()
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
         if self.kind == "trust":
             shutil.rmtree(self.work, ignore_errors=True)
-
-    def _kill(self) -> bytes:
-        """The agent too, and with it all in its namespace. What it said before."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        said = b"" if self._process.stderr.closed else self._process.communicate()[1]  # type: ignore[union-attr]
-        return said
+        return self._process.communicate()[1].decode(errors="replace").strip().rpartition("\n")[2]
 
     def _plain(self, script: str, path: str, given: bytes = b"") -> bytes:
         """A script of ours, with the path as its argument."""
@@ -179,10 +169,8 @@ class Sandbox:
         return data
 
     def _lost(self, error: OSError) -> SandboxFailed:
-        said = self._kill().decode(errors="replace").strip()
-        self._ready = False
-        self._end()
-        return SandboxFailed(f"sandbox {self.kind}: {error}{': ' + said.splitlines()[-1] if said else ''}")
+        self._ready, said = False, self._end()
+        return SandboxFailed(f"sandbox {self.kind}: {error}{': ' if said else ''}{said}")
 
 
 def open_sandbox(settings: SandboxSettings, template: Path | None = None) -> Sandbox:

@@ -2,8 +2,8 @@
 
 Keeps true: inside there is no network, no environment and no file of this machine but the system's programs, the Python
 in use and what the settings name, all read-only; what can be written is in memory and goes with the sandbox; its user
-owns nothing else. What a container's or trusted sandbox's dead owner left behind is removed before the first one
-starts. Waits, once a process, for the trial of a kind.
+owns nothing else. What a dead owner left (of podman, docker and trust) is removed before the first one starts. Waits,
+once a process, for the trial of a kind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from rollart.core.errors import ConfigError
 
 KINDS = ("auto", "bubblewrap", "podman", "docker", "trust")
 WORK, HOME, AGENT = "/box", "/tmp", str(Path(__file__).with_name("agent.py"))
-"""The work folder and the home inside (but of kind trust), and the program of the first process."""
 INSTALL = 'install bubblewrap (apt-get install bubblewrap), podman or docker, or set the sandbox to "trust"'
 _NUMBERS = {  # architecture, clone, clone3, then what is refused
     "x86_64": (0xC000003E, 56, 435, (319, 447, 29, 272, 308, 248, 249, 250, 321, 298, 425, 323)),
@@ -70,26 +69,27 @@ class SandboxSettings:
             raise ValueError(f"warm must lie between 0 and 16; got {self.warm}")
 
 
-def start(kind: str, settings: SandboxSettings, template: Path | None) -> tuple[subprocess.Popen[bytes], socket.socket, str, str]:
+def start(kind: str, settings: SandboxSettings,
+          template: Path | None) -> tuple[subprocess.Popen[bytes], socket.socket, str, str]:
     """The process, the socket to its agent, its name and the work folder. Waits for nothing."""
-    number, trust, root = next(_counter), kind == "trust", kind == "bubblewrap" and _as_root()
-    name = f"rollart-sandbox-{os.getpid()}-{number}"
+    s, number, trust = settings, next(_counter), kind == "trust"
+    name, root = f"rollart-sandbox-{os.getpid()}-{number}", kind == "bubblewrap" and _as_root()
     work = tempfile.mkdtemp(prefix=name + "-") if trust else WORK
     spec = {"name": name, "uid": 1 << 30 | (os.getpid() & 0x3FFFFF) << 8 | number & 0xFF if root else 0, "work": work,
-            "home": work if trust else HOME, "isolated": not trust, "life": settings.life_seconds,
-            "memory": int(settings.memory_mb * 1e6), "cpu": settings.cpu_seconds, "disk": int(settings.disk_mb * 1e6),
-            "pids": settings.pids + 1, "template": "" if template is None else str(template) if trust else "/template"}
+            "home": work if trust else HOME, "isolated": not trust, "own_user": kind == "bubblewrap",
+            "life": s.life_seconds, "memory": s.memory_mb * 10**6, "cpu": s.cpu_seconds, "disk": s.disk_mb * 10**6,
+            "pids": s.pids + 1, "template": "" if template is None else str(template) if trust else "/template"}
     agent = ["-I", "-S", AGENT if trust else "/agent.py", json.dumps(spec)]
     ours, theirs = socket.socketpair()
     read, write = os.pipe()
     os.write(write, _seccomp())
     os.close(write)
+    if kind in ("podman", "docker"):
+        command = [*_container(kind, s, template, name), "python3", *agent]
+    else:
+        python = str(getattr(sys, "_base_executable", sys.executable))
+        command = [*([] if trust else _bubblewrap(root, s, template, read)), python, *agent]
     try:
-        if kind in ("podman", "docker"):
-            command = [*_container(kind, settings, template, name), "python3", *agent]
-        else:
-            python = str(getattr(sys, "_base_executable", sys.executable))
-            command = [*([] if trust else _bubblewrap(root, settings, template, read)), python, *agent]
         return subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, start_new_session=True,
                                 pass_fds=[read], cwd="/"), ours, name, work
     finally:
@@ -106,19 +106,18 @@ def _bubblewrap(root: bool, settings: SandboxSettings, template: Path | None, se
         out += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
     for path in (f"/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64") if Path("/", name).is_dir()):
         out += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-    out += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(1 << 24),
-            "--tmpfs", "/dev/shm"]
-    shown = ["/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/nix/store"]
+    out += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
+    shown = filter(os.path.exists, ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/nix/store"))
     needed = [path for path in (sys.base_prefix, sys.prefix, *settings.read_only) if not f"{path}/".startswith("/usr/")]
-    for path in dict.fromkeys([*filter(os.path.exists, shown), *needed]):
+    for path in dict.fromkeys([*shown, *needed]):
         for parent in reversed(Path(path).parents[:-1]):
             out += ["--perms", "0755", "--dir", str(parent)]
         out += ["--ro-bind", path, path]
     ours = Path(__file__).parents[1]  # it holds the answers of tasks that ship
     if any(ours.is_relative_to(path) for path in ("/usr", *needed)):
         out += ["--perms", "0555", "--size", "4096", "--tmpfs", str(ours)]
-    for path in (WORK, HOME):
-        out += ["--perms", "0755", "--size", str(int(settings.disk_mb * 1e6)), "--tmpfs", path]
+    for path, size in ((WORK, settings.disk_mb * 10**6), (HOME, settings.disk_mb * 10**6), ("/dev/shm", 1 << 24)):
+        out += ["--perms", "1777" if path == "/dev/shm" else "0755", "--size", str(size), "--tmpfs", path]
     out += [] if template is None else ["--ro-bind", str(template), "/template"]
     out += ["--ro-bind", AGENT, "/agent.py", "--remount-ro", "/dev", "--remount-ro", "/"]
     return [*out, *([] if seccomp is None or not _seccomp() else ["--seccomp", str(seccomp)]), "--"]
@@ -127,9 +126,9 @@ def _bubblewrap(root: bool, settings: SandboxSettings, template: Path | None, se
 def _container(kind: str, settings: SandboxSettings, template: Path | None, name: str) -> list[str]:
     out = [kind, "run", "-i", "--rm", "--name", name, "--network", "none", "--read-only", "--cap-drop", "ALL", "--user",
            "1000:1000", "--security-opt", "no-new-privileges", "--memory", f"{settings.memory_mb}m",
-           "--pids-limit", str(settings.pids + 8), "--ulimit", "nofile=512:512"]
+           "--pids-limit", str(settings.pids + 1), "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"]
     for path in (WORK, HOME):
-        out += ["--tmpfs", f"{path}:rw,exec,mode=1777,size={int(settings.disk_mb * 1e6)}"]
+        out += ["--tmpfs", f"{path}:rw,exec,mode=1777,size={settings.disk_mb * 10**6}"]
     shown = {AGENT: "/agent.py", **{path: path for path in settings.read_only}}
     for path, inside in (shown if template is None else {**shown, str(template): "/template"}).items():
         out += ["-v", f"{path}:{inside}:ro"]
@@ -148,7 +147,8 @@ def _seccomp() -> bytes:
             (at_least, 0, 1, 0x40000000), (answer, 0, 0, eperm), (equal, 0, 1, clone3), (answer, 0, 0, enosys)]
     for number in refused:
         code += [(equal, 0, 1, number), (answer, 0, 0, eperm)]
-    code += [(equal, 0, 3, clone), (load, 0, 0, 16), (bits, 0, 1, 0x7E020000), (answer, 0, 0, eperm), (answer, 0, 0, allow)]
+    code += [(equal, 0, 3, clone), (load, 0, 0, 16), (bits, 0, 1, 0x7E020000), (answer, 0, 0, eperm),
+             (answer, 0, 0, allow)]
     return b"".join(struct.pack("=HBBI", *one) for one in code)
 
 
@@ -160,24 +160,23 @@ def _as_root() -> bool:
 
 @lru_cache
 def reason(kind: str) -> str:
-    """Why a kind does not work here; empty if it does. What dead owners left of it is removed."""
+    """Why a kind does not work here; empty if it does."""
     program = "bwrap" if kind == "bubblewrap" else kind
+    if kind != "trust" and shutil.which(program) is None:
+        return f"{program} is not installed"
+    if kind == "bubblewrap":
+        return "" if _as_root() else _tried([*_bubblewrap(False, SandboxSettings(), None, None), "true"])
     if kind == "trust":
         print('sandbox "trust": what the model writes runs here without isolation', file=sys.stderr, flush=True)
         for folder in Path(tempfile.gettempdir()).glob("rollart-sandbox-*"):
             if _dead(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
-    elif shutil.which(program) is None:
-        return f"{program} is not installed"
-    elif kind == "bubblewrap":
-        return "" if _as_root() else _tried([*_bubblewrap(False, SandboxSettings(), None, None), "true"])
-    elif why := _tried([program, "info"]):
+        return ""
+    if why := _tried([program, "info"]):
         return why
-    else:
-        names = subprocess.run([program, "ps", "-a", "--format", "{{.Names}}"], capture_output=True, text=True).stdout
-        if left := [name for name in names.split() if _dead(name)]:
-            _tried([program, "rm", "-f", *left])
-    return ""
+    listed = subprocess.run([program, "ps", "-a", "--format", "{{.Names}}"], capture_output=True, text=True, timeout=30)
+    left = list(filter(_dead, listed.stdout.split()))
+    return _tried([program, "rm", "-f", *left]) if left else ""
 
 
 def choose(kind: str) -> str:
@@ -185,18 +184,14 @@ def choose(kind: str) -> str:
     for one in ("bubblewrap", "podman", "docker") if kind == "auto" else (kind,):
         if not reason(one):
             return one
-    named = "bubblewrap" if kind == "auto" else kind
-    raise ConfigError(f"code that a model wrote needs a sandbox, and {kind} does not work here ({reason(named)}): {INSTALL}")
+    why = reason("bubblewrap" if kind == "auto" else kind)
+    raise ConfigError(f"code that a model wrote needs a sandbox, and {kind} does not work here ({why}): {INSTALL}")
 
 
 def _dead(name: str) -> bool:
+    """Whether it is the name of a sandbox whose owner is no more."""
     owner = re.match(r"rollart-sandbox-(\d+)-", name)
-    try:
-        return owner is not None and os.kill(int(owner[1]), 0) is not None
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
+    return owner is not None and not os.path.exists(f"/proc/{owner[1]}") and os.path.exists("/proc/self")
 
 
 def _tried(command: list[str]) -> str:

@@ -21,7 +21,7 @@ from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.domain import Domain, DomainSettings, Episode, Player
 from rollart.envs.swe.task_set import SHIPPED, TaskSet, files_of, opened, read_set, run_tests
 from rollart.envs.tool_calls import ToolCall, parse, render
-from rollart.sandbox import SandboxSettings
+from rollart.sandbox import SandboxSettings, choose
 
 _SUBMIT = ToolCall("submit", {"input": ""})
 
@@ -76,6 +76,7 @@ class BugFix(Domain):
         self._ids = [t.id for t in self.set.tasks.values() if s.bugs in (0, len(t.kinds))]
         if not self._ids:
             raise ConfigError(f"domain swe: {s.path or 'the shipped set'} has no task with bugs = {s.bugs}")
+        choose(s.sandbox)
         self.box = SandboxSettings(kind=s.sandbox, seconds=s.call_seconds, memory_mb=s.memory_mb)
 
     def problem(self, rng: random.Random) -> dict[str, Any]:
