@@ -191,7 +191,7 @@ class _Work(Episode):
     def _changed(self) -> Mapping[str, bytes]:
         """The source files as the agent left them; all as they were where its folder cannot be read."""
         try:
-            with tarfile.open(fileobj=io.BytesIO(self._sandbox.snapshot().data)) as tar:
+            with tarfile.open(fileobj=io.BytesIO(self._sandbox.snapshot())) as tar:
                 left = {name: tar.extractfile(entry) for entry in tar if entry.isreg()
                         and (name := entry.name.removeprefix("./")) in self._domain.set.sources}
                 return {name: file.read() for name, file in left.items() if file}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.core.errors import ConfigError
-from rollart.sandbox import Sandbox, SandboxSettings, Snapshot, open_sandbox
+from rollart.sandbox import Sandbox, SandboxSettings, open_sandbox
 
 FORMAT = 1
 SHIPPED = Path(__file__).parent / "shipped"
@@ -108,7 +108,7 @@ def opened(settings: SandboxSettings, files: Files) -> Sandbox:
             tar.addfile(entry, io.BytesIO(content))
     sandbox = open_sandbox(settings)
     try:
-        sandbox.restore(Snapshot(data.getvalue()))
+        sandbox.restore(data.getvalue())
     except BaseException:
         sandbox.close()
         raise
