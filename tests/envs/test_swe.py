@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from helpers import rollart
 
 from rollart.core.errors import ConfigError
 from rollart.core.types import Action
@@ -274,3 +275,15 @@ def test_the_shipped_set_is_whole_and_both_splits_have_tasks(domain):
     for line in (SHIPPED / "tasks.jsonl").read_text().splitlines():
         assert json.loads(line)["FAIL_TO_PASS"]
     assert len({domain.task(i, "eval").payload["id"] for i in range(200)}) >= 25
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["no/such/folder"], "takes a folder, humaneval or the name of a package; got 'no/such/folder'"),
+    (["toolz", "--count", "0"], "count must be above 0; got 0"), (["toolz", "--sandbox", "jail"], "a sandbox is one of"),
+    ([".", "--out", "src"], "src holds something else")])
+def test_a_mistake_in_make_swe_is_one_line(tmp_path, arguments, says):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.py").touch()
+    done = rollart("envs", "make-swe", "--out", "new", *arguments, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert says in done.stderr

@@ -57,6 +57,7 @@ class MakeSettings:
         for name in ("count", "bugs", "workers", "test_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+        SandboxSettings(kind=self.sandbox)
 
 
 def make_set(source: str, out: Path, settings: MakeSettings, tell: Tell) -> Counter[str]:
