@@ -6,8 +6,8 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from helpers import rollart
 
+from helpers import rollart
 from rollart.core.errors import ConfigError
 from rollart.core.types import Action
 from rollart.envs.demonstrations import play_episode
@@ -279,7 +279,8 @@ def test_the_shipped_set_is_whole_and_both_splits_have_tasks(domain):
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["no/such/folder"], "takes a folder, humaneval or the name of a package; got 'no/such/folder'"),
-    (["toolz", "--count", "0"], "count must be above 0; got 0"), (["toolz", "--sandbox", "jail"], "a sandbox is one of"),
+    (["toolz", "--count", "0"], "count must be above 0; got 0"),
+    (["toolz", "--sandbox", "jail"], "a sandbox is one of"),
     ([".", "--out", "src"], "src holds something else")])
 def test_a_mistake_in_make_swe_is_one_line(tmp_path, arguments, says):
     (tmp_path / "src").mkdir()
