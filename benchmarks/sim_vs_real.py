@@ -128,7 +128,7 @@ def loads(recipe: Recipe, watch: Watch) -> dict[str, Load]:
     out = {}
     for name in recipe.domains:
         mine = [t for t in watch.trajectories if t.task.domain == name]
-        records = tuple(Record(len(t.prompt) - GLUE, tuple(len(turn.completion.tokens) for turn in t.turns),
+        records = tuple(Record(max(1, len(t.prompt) - GLUE), tuple(len(turn.completion.tokens) for turn in t.turns),
                                tuple(max(1, len(turn.reply) - GLUE) for turn in t.turns[:-1])) for t in mine)
 
         def spread(stage: str, calls: bool = False, mine: list[Trajectory] = mine) -> Spread:
