@@ -200,7 +200,7 @@ class SimEngine:
 
     def _admit(self) -> None:
         """Start the prefill of waiting turns, in order, as long as their context fits."""
-        while self._waiting:
+        while self._waiting and len(self._prefills) + self._decoding < self.cost.concurrent:
             number = self._waiting[0]
             turn = self._turns[number]
             request = turn.request
@@ -213,7 +213,7 @@ class SimEngine:
             if not self._fit(context + 1) and (self._prefills or self._decoding):
                 return  # its own KV is gone too: it made room
             self._waiting.popleft()
-            if request.turn == 0 and not cached:
+            if request.turn == 0 and not cached and self.cost.share_prompts:
                 cached = self._prompts.get((request.trajectory.kind, request.trajectory.group), 0)
             self._queue_prefill(number, min(cached, context - 1))
 
