@@ -152,7 +152,8 @@ class StepCost:
                 raise ValueError(f"{f.name} must be 0 or more; got {getattr(self, f.name)}")
         if min(self.chunk, self.concurrent) < 1 or not self.capacity or not self.seconds(1, 1, 0):
             raise ValueError(f"chunk, concurrent, capacity and the seconds of a step must be above 0; got chunk "
-                             f"{self.chunk}, concurrent {self.concurrent:g}, capacity {self.capacity:g}, {self.seconds(1, 1, 0):g} s")
+                             f"{self.chunk}, concurrent {self.concurrent:g}, capacity {self.capacity:g}, "
+                             f"{self.seconds(1, 1, 0):g} s")
 
     def seconds(self, decoding: int, context: float, prefill: float) -> float:
         """One step. context: tokens of KV that the decoding sequences read, all together."""
