@@ -202,7 +202,7 @@ def test_the_first_error_of_a_group_is_told_and_the_group_is_not_closed_over_it(
 
     with pytest.raises(ExceptionGroup) as caught:
         play(story, scorer=Broken(), rollout=small(group_size=3), crashes=True)
-    assert [str(e) for e in caught.value.exceptions][0] == "member 0"
+    assert next(str(e) for e in caught.value.exceptions) == "member 0"
     assert not rigs[0].log.of(GroupEnded)
     assert {e.trajectory.id.member for e in rigs[0].log.of(TrajectoryEnded)} == {1, 2}
     rigs[0].pool.check_closed()
