@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -224,6 +225,27 @@ def test_a_sandbox_ends_at_the_end_of_its_life():
         time.sleep(0.6)
         with pytest.raises(SandboxFailed, match=r"it has ended|Broken pipe|reset"):
             sandbox.run("true")
+
+
+def test_one_that_waited_for_half_its_life_is_not_given_out():
+    settings = SandboxSettings(life_seconds=1.0)
+    open_sandbox(settings).close()
+    time.sleep(0.6)
+    with open_sandbox(settings) as sandbox:
+        time.sleep(0.5)
+        assert sandbox.run("echo alive").stdout == "alive\n"
+    close_warm()
+
+
+def test_several_threads_open_and_close_and_nothing_is_lost():
+    def play(i):
+        with open_sandbox(SandboxSettings(warm=2)) as sandbox:
+            return sandbox.run(f"echo {i}").stdout
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(play, range(12))) == [f"{i}\n" for i in range(12)]
+    close_warm()
+    assert not box._open
 
 
 @pytest.mark.parametrize("fork", [False, True])

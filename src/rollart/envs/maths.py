@@ -175,7 +175,7 @@ class _Solver:
     def act(self, observation: Observation) -> str:
         off = f"+{self._rng.randint(1, 9)}" if self._rng.random() < self._error_rate else ""
         last = observation.messages[-1]
-        if last.role == "tool":
+        if last.role == "tool" and str(last.content).removeprefix("-").isdigit():
             return f"answer {int(str(last.content)) + int(off or 0)}"
         return f"<python>print({self._work}{off})</python>"
 

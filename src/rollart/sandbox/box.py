@@ -15,9 +15,11 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from rollart.core.errors import SandboxFailed
@@ -58,7 +60,7 @@ class Sandbox:
         self.settings, self.kind, self._template = settings, kind, template
         self._process, self._socket, self._name, self.work = start(kind, settings, template)
         self._answers = self._socket.makefile("rb")
-        self._ready = False
+        self._ready, self._started = False, monotonic()
         _open.add(self)
 
     def run(self, command: str | Sequence[str], *, seconds: float | None = None, stdin: str | bytes = "",
@@ -92,12 +94,13 @@ class Sandbox:
         """End it with all that runs in it, and start the next of its kind. May be called again."""
         served, self._ready = self._ready, False
         self._end()
-        waiting = _warm.setdefault((self.settings, self._template), [])
-        while served and len(waiting) < self.settings.warm:
-            waiting.append(Sandbox(self.settings, self.kind, self._template))
-        while len(_warm) > _MANY:
-            for old in _warm.pop(next(iter(_warm))):
-                old._end()
+        with _lock:
+            waiting = _warm.setdefault((self.settings, self._template), [])
+            while served and len(waiting) < self.settings.warm:
+                waiting.append(Sandbox(self.settings, self.kind, self._template))
+            while len(_warm) > _MANY:
+                for old in _warm.pop(next(iter(_warm))):
+                    old._end()
 
     def __enter__(self) -> Sandbox:
         return self
@@ -176,12 +179,15 @@ class Sandbox:
 def open_sandbox(settings: SandboxSettings, template: Path | None = None) -> Sandbox:
     """A fresh sandbox, its work folder a copy of `template`: one that waits ready, if there is one.
 
-    Raises SandboxFailed, and ConfigError where no kind works.
+    A template must stay as it is while this process lives. Raises SandboxFailed, and ConfigError where no kind works.
     """
     kind = choose(settings.kind)
-    waiting = _warm.pop((settings, template), [])
-    sandbox = waiting.pop(0) if waiting else Sandbox(settings, kind, template)
-    _warm[settings, template] = waiting  # the newest last
+    with _lock:
+        waiting = _warm.pop((settings, template), [])
+        while waiting and monotonic() - waiting[0]._started > settings.life_seconds / 2:
+            waiting.pop(0)._end()
+        sandbox = waiting.pop(0) if waiting else Sandbox(settings, kind, template)
+        _warm[settings, template] = waiting  # the newest last
     sandbox._wait_ready()
     return sandbox
 
@@ -200,9 +206,11 @@ def _forked() -> None:
         sandbox._socket.close()
     _open.clear()
     _warm.clear()
+    _lock.release()
 
 
+_lock = threading.Lock()
 _open: set[Sandbox] = set()
 _warm: dict[tuple[SandboxSettings, Path | None], list[Sandbox]] = {}
 atexit.register(close_warm)
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_forked)
