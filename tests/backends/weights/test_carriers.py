@@ -295,6 +295,22 @@ def test_a_killed_store_is_one_clear_error_in_time_and_gets_the_newest_weights_a
 
 
 @only_mooncake
+def test_a_store_that_hangs_is_an_error_within_the_deadline(settings, master):
+    writer = open_writer(replace(settings, deadline_seconds=2.0))
+    writer.put(1, tensors(1))
+    os.killpg(master.process.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(TrainerLost, match=r"version 2 cannot be put .*: no answer within 2 s"):
+            writer.put(2, tensors(2))
+        assert time.monotonic() - began < 15
+    finally:
+        os.killpg(master.process.pid, signal.SIGCONT)
+    assert writer.put(3, tensors(3)).version == 3
+    writer.close()
+
+
+@only_mooncake
 def test_a_killed_learner_takes_its_memory_along_and_says_so(settings, reader):
     child = Child("writer", settings)
     manifest = child.ask(1, 1)

@@ -49,7 +49,8 @@ def _own_address(address: str) -> str:
 
 
 class _Store:
-    """A client in a thread of its own, so that nothing waits for ever; made anew after an answer that did not come."""
+    """A client in a thread of its own, so that nothing waits for ever; in another one after an answer that did not come.
+    The client finds a store that is back by itself."""
 
     def __init__(self, settings: WeightsSettings, segment_mb: int) -> None:
         try:
@@ -76,7 +77,7 @@ class _Store:
         try:
             value = thread.submit(lambda: call(self._connected())).result(self._settings.deadline_seconds)
         except Late:
-            self._client, self._thread = None, ThreadPoolExecutor(1, "mooncake")
+            self._thread = ThreadPoolExecutor(1, "mooncake")
             thread.shutdown(wait=False)
             raise StoreFailed(f"no answer within {self._settings.deadline_seconds:g} s") from None
         except RuntimeError as error:  # of an executor at the interpreter's end
