@@ -25,7 +25,7 @@ import numpy as np
 
 from rollart.backends.torch.engine import EmbeddedEngine
 from rollart.backends.torch.threads import shares
-from rollart.backends.torch.weights import MemoryWeights
+from rollart.backends.weights.memory import MemoryWeights
 from rollart.build import first_policy, open_run
 from rollart.config.recipe import Recipe, load_recipe
 from rollart.control.pipeline import PipelineSettings

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from rollart.backends.torch.engine import EmbeddedEngine
     from rollart.backends.torch.learner import TorchTrainer
     from rollart.backends.torch.transformer import Transformer
-    from rollart.backends.torch.weights import MemoryWeights
+    from rollart.backends.weights.memory import MemoryWeights
 
 Progress = Callable[[str, int, int, float], None]
 """Called with what is done, its step, the number of steps, and a figure (the loss)."""
@@ -388,7 +388,7 @@ def _trainer(recipe: Recipe, policy: Policy, reference: Transformer | None) -> t
     from rollart.backends.torch.learner import TorchTrainer
     from rollart.backends.torch.lora import AdapterWeights
     from rollart.backends.torch.threads import shares
-    from rollart.backends.torch.weights import MemoryWeights
+    from rollart.backends.weights.memory import MemoryWeights
 
     weights = AdapterWeights(policy.model.state_dict(), recipe.lora) if recipe.lora else MemoryWeights()
     settings = recipe.learner
@@ -440,7 +440,7 @@ def _evaluator(recipe: Recipe, services: Services, engines: Sequence[EmbeddedEng
 
 async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[EvalResult, ...]:
     """Held-out success of a checkpoint folder, as `rollart eval` prints it."""
-    from rollart.backends.torch.weights import MemoryWeights
+    from rollart.backends.weights.memory import MemoryWeights
 
     recipe = dataclasses.replace(recipe, evaluation=dataclasses.replace(recipe.evaluation, tasks=tasks))
     policy = load_policy(folder, recipe)

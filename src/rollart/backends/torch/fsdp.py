@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,9 +68,7 @@ class Alone:
 
     def read(self, state: dict[str, Any], folder: Path) -> None:
         """Fill the tensors of `state` from a distributed checkpoint of any number of ranks."""
-        import torch.distributed.checkpoint as dcp
-
-        dcp.load(state, checkpoint_id=folder / SHARDS, no_dist=True)
+        _read(state, folder, no_dist=True)
 
 
 class Sharded(Alone):
@@ -164,9 +161,7 @@ class Sharded(Alone):
                                   stride=tensor.stride())
 
     def read(self, state: dict[str, Any], folder: Path) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        dcp.load(state, checkpoint_id=folder / SHARDS, process_group=self._files)
+        _read(state, folder, process_group=self._files)
 
     def write(self, state: dict[str, Any], folder: Path) -> Future[Any]:
         """Copy `state` to the host, and write it beside what comes next; the future ends when all ranks have."""
@@ -175,4 +170,17 @@ class Sharded(Alone):
         return dcp.async_save(state, checkpoint_id=folder / SHARDS, process_group=self._files)  # type: ignore[return-value]
 
     def close(self) -> None:
+        """End the process group. Waits for what it still does."""
         dist.destroy_process_group()
+
+
+def _read(state: dict[str, Any], folder: Path, **how: Any) -> None:
+    """Raises ValueError where the checkpoint is not whole, or not of this model and algorithm."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        dcp.load(state, checkpoint_id=folder / SHARDS, **how)
+    except CheckpointException as error:  # a BaseException with a page of traceback
+        reasons = [str(inner) for inner, _ in error.failures.values()]
+        raise ValueError(f"{folder / SHARDS} is not a whole checkpoint of this model: {'; '.join(reasons[:2])}") from None

@@ -30,12 +30,12 @@ from torch import Tensor
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.torch.checkpoint import sync_folder
 from rollart.backends.torch.fsdp import SHARDS, Alone
-from rollart.backends.torch.lora import adapter_state, add_adapter, base_checksum, load_adapter, save_adapter
+from rollart.backends.torch.lora import add_adapter, base_checksum, load_adapter, save_adapter
 from rollart.backends.torch.settings import LearnerSettings, LoraSettings
 from rollart.backends.torch.step import StepWork
 from rollart.backends.torch.threads import choose_device, claim
 from rollart.backends.torch.transformer import Transformer
-from rollart.backends.torch.weights import MemoryWeights, load_into
+from rollart.backends.weights.memory import MemoryWeights, load_into
 from rollart.core.clock import draw
 from rollart.core.errors import ConfigError, InvariantViolated, TrainerLost
 from rollart.core.types import Manifest, Sample, StepReport, TrainBatch, Version
@@ -78,7 +78,7 @@ class TorchTrainer:
         self._stop = threading.Event()
         self._thread = ThreadPoolExecutor(1, "learner", claim, (settings.threads, cores))
         self._publisher = ThreadPoolExecutor(1, "publish", torch.set_num_threads, (1,))  # copies and sums, no more
-        self._copy = self._snapshot()
+        self._copy = self._work.snapshot()
 
     async def step(self, batch: TrainBatch) -> StepReport:
         """Version `batch.version` to the next. Raises TrainerLost; `load` is the way on then, and after a cancel."""
@@ -125,12 +125,8 @@ class TorchTrainer:
             raise TrainerLost(f"learner at version {self.version}: {error}") from error
 
     def _step(self, batch: TrainBatch) -> tuple[StepReport, dict[str, Tensor]]:
-        return self._work.step(batch), self._snapshot()
-
-    def _snapshot(self) -> dict[str, Tensor]:
-        """What is published: the adapters if there are any, else everything."""
-        state = adapter_state(self._model) or self._model.state_dict()
-        return {name: tensor.detach().clone() for name, tensor in state.items()}
+        report = self._work.step(batch)
+        return report, self._work.copy
 
     def _check_stop(self) -> None:
         if self._stop.is_set():
@@ -141,7 +137,7 @@ class TorchTrainer:
         if self._export is not None:
             self._export(folder)
         elif self._lora is None:
-            save_file({name: tensor.cpu() for name, tensor in self._snapshot().items()}, folder / "model.safetensors")
+            save_file({name: tensor.cpu() for name, tensor in self._copy.items()}, folder / "model.safetensors")
         if self._lora is not None:
             save_adapter(self._model, folder, self._lora, self._base)
         base = {"base": base_checksum(self._model)} if self._lora is not None else {}
@@ -152,7 +148,7 @@ class TorchTrainer:
         if (folder / SHARDS).is_dir() and self._lora is None:  # several ranks wrote it
             tensors = self._work.tensors(0)
             self._work.ranks.read(tensors, folder)
-            return int(tensors["version"]), self._snapshot()
+            return int(tensors["version"]), self._work.snapshot()
         try:
             saved = torch.load(folder / "optimizer.pt", map_location=self._device, weights_only=True)
             if self._lora is not None:
@@ -165,4 +161,4 @@ class TorchTrainer:
         except (UnpicklingError, SafetensorError) as error:
             raise TrainerLost(f"{folder} holds no whole checkpoint: {error}") from error
         self._work.restore(saved)
-        return saved["version"], self._snapshot()
+        return saved["version"], self._work.snapshot()

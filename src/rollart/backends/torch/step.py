@@ -24,13 +24,14 @@ from rollart.algo.settings import AlgoSettings
 from rollart.backends.torch.critic import Critic, Estimate, explained
 from rollart.backends.torch.diagnostics import TokenStats
 from rollart.backends.torch.fsdp import Alone
-from rollart.backends.torch.lora import adapters_off
+from rollart.backends.torch.lora import adapter_state, adapters_off
 from rollart.backends.torch.losses import ActionTokens, kl_penalty, policy_loss
 from rollart.backends.torch.moe import Routing, balance_loss, replayed
 from rollart.backends.torch.optimizer import apply_gradient, make_optimizer, moments, rate_at
 from rollart.backends.torch.scoring import Packed, action_logprobs, pack_sequences
 from rollart.backends.torch.settings import LearnerSettings
 from rollart.backends.torch.transformer import Transformer
+from rollart.backends.weights.memory import load_into
 from rollart.core.clock import stream
 from rollart.core.errors import TrainerLost
 from rollart.core.tokens import floats, ids
@@ -126,7 +127,7 @@ class StepWork:
         return make_optimizer(module, betas=(own.beta1, own.beta2), eps=own.eps, weight_decay=own.weight_decay)
 
     def step(self, batch: TrainBatch) -> StepReport:
-        """Train on a batch: one update per minibatch. The report is whole on rank 0."""
+        """Train on a batch: one update per minibatch; `copy` is then what the step made. The report is rank 0's."""
         started = time.perf_counter()
         settings = self._settings
         self.begin(batch, rate_at(batch.version, settings.schedule, settings.warmup_steps, settings.total_steps))
@@ -137,6 +138,7 @@ class StepWork:
                 row.proximal = self.score(row)
         for part in parts:
             self.update(part)
+        self.copy = self.snapshot()
         metrics = self._metrics(batch)
         seconds, tokens = time.perf_counter() - started, sum(len(sample.ids) for sample in batch.samples)
         return StepReport(batch.version, seconds, tokens, metrics | {"tokens_per_second": tokens / seconds})
@@ -295,6 +297,10 @@ class StepWork:
                         "critic_explained": explained([self._estimates[id(sample)] for sample in batch.samples])}
         return {name: value for name, value in out.items() if math.isfinite(value)}
 
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of what is published: the adapters if there are any, else everything. On rank 0, elsewhere nothing."""
+        return self.ranks.whole(adapter_state(self._model) or self._model.state_dict())
+
     def tensors(self, version: Version) -> dict[str, Any]:
         """All that a distributed checkpoint holds, in place: weights, moments and the version."""
         parts: dict[str, tuple[torch.nn.Module, torch.optim.AdamW]] = {"policy": (self._model, self.optimizer)}
@@ -316,12 +322,17 @@ class StepWork:
         if self.critic is not None:
             if "critic" not in saved:
                 raise ValueError("the checkpoint has no critic: it was saved under another algorithm.advantage")
-            self.critic.load_state_dict(saved["critic"])
-            _restore(self._critic_optimizer, saved["critic_state"])
-        _restore(self.optimizer, saved["state"])
+            load_into(self.critic, {name: self.ranks.part(whole) for name, whole in saved["critic"].items()})
+            self._moments(self.critic, self._critic_optimizer, saved["critic_state"])
+        self._moments(self._model, self.optimizer, saved["state"])
 
-
-def _restore(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
-    """Moments from the file; rates and decay are the settings', not the file's."""
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    optimizer.zero_grad(set_to_none=True)
+    def _moments(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[int, Any]) -> None:
+        """Moments from the file; rates and decay are the settings', not the file's."""
+        moments(module, optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            for name, own in optimizer.state[parameter].items():
+                if number in state:
+                    own.copy_(self.ranks.part(state[number][name]))
+                else:
+                    own.zero_()
