@@ -11,8 +11,8 @@ import torch
 from rollart.algo.catalogue import ALGORITHMS, function, pieces
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.torch.diagnostics import TokenStats
-from rollart.backends.torch.learner import TorchTrainer
 from rollart.backends.torch.fsdp import Alone
+from rollart.backends.torch.learner import TorchTrainer
 from rollart.backends.torch.losses import ActionTokens, approximated, policy_loss
 from rollart.backends.torch.settings import LearnerSettings, SmallModel
 from rollart.backends.torch.step import StepWork, share_of

@@ -82,6 +82,8 @@ class Sharded(Alone):
         super().__init__(device)
         self.rank, self.world = rank, world
         limit = timedelta(seconds=seconds)
+        if dist.is_initialized():  # this process starts again
+            dist.destroy_process_group()
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=store, rank=rank,
@@ -182,5 +184,5 @@ def _read(state: dict[str, Any], folder: Path, **how: Any) -> None:
     try:
         dcp.load(state, checkpoint_id=folder / SHARDS, **how)
     except CheckpointException as error:  # a BaseException with a page of traceback
-        reasons = [str(inner) for inner, _ in error.failures.values()]
-        raise ValueError(f"{folder / SHARDS} is not a whole checkpoint of this model: {'; '.join(reasons[:2])}") from None
+        reason = next((str(inner) for inner, _ in error.failures.values()), "")
+        raise ValueError(f"{folder / SHARDS} is not a whole checkpoint of this model: {reason}") from None

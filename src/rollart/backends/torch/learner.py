@@ -32,13 +32,13 @@ from rollart.backends.torch.checkpoint import sync_folder
 from rollart.backends.torch.fsdp import SHARDS, Alone
 from rollart.backends.torch.lora import add_adapter, base_checksum, load_adapter, save_adapter
 from rollart.backends.torch.settings import LearnerSettings, LoraSettings
-from rollart.backends.torch.step import StepWork
+from rollart.backends.torch.step import StepWork, check
 from rollart.backends.torch.threads import choose_device, claim
 from rollart.backends.torch.transformer import Transformer
 from rollart.backends.weights.memory import MemoryWeights, load_into
 from rollart.core.clock import draw
-from rollart.core.errors import ConfigError, InvariantViolated, TrainerLost
-from rollart.core.types import Manifest, Sample, StepReport, TrainBatch, Version
+from rollart.core.errors import InvariantViolated, TrainerLost
+from rollart.core.types import Manifest, StepReport, TrainBatch, Version
 
 Result = TypeVar("Result")
 
@@ -56,16 +56,7 @@ class TorchTrainer:
                  temperature: float = 1.0, seed: int = 0, export: Callable[[Path], None] | None = None,
                  reference: Transformer | None = None, lora: LoraSettings | None = None, base: str = "",
                  cores: Sequence[int] = ()) -> None:
-        if settings.schedule != "constant" and not settings.total_steps:
-            raise ConfigError(f"schedule {settings.schedule} needs total_steps, its length; got 0")
-        if not temperature > 0:
-            raise ConfigError(f"training needs a sampling temperature above 0; got {temperature:g}")
-        if (algo.reference == "copy") != (reference is not None):
-            given = "a" if reference is not None else "no"
-            raise ConfigError(f"algorithm.reference = {algo.reference!r} and the reference model go together; got "
-                              f"{given} reference model: set both or neither")
-        if algo.reference == "adapter_off" and lora is None:
-            raise ConfigError("algorithm.reference = 'adapter_off' needs an adapter: set [lora], or reference = 'copy'")
+        check(settings, algo, temperature, reference=reference is not None, adapters=lora is not None)
         self.settings, self.algo, self.version = settings, algo, 0
         self._weights, self._export, self._lora, self._base = weights, export, lora, base
         self._device = choose_device(settings.device)

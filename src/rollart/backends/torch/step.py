@@ -33,7 +33,7 @@ from rollart.backends.torch.settings import LearnerSettings
 from rollart.backends.torch.transformer import Transformer
 from rollart.backends.weights.memory import load_into
 from rollart.core.clock import stream
-from rollart.core.errors import TrainerLost
+from rollart.core.errors import ConfigError, TrainerLost
 from rollart.core.tokens import floats, ids
 from rollart.core.types import Sample, StepReport, TrainBatch, TrajectoryId, Version
 
@@ -98,6 +98,21 @@ def share_of(samples: Sequence[Sample], algo: AlgoSettings) -> float:
     return whole * algo.aggregation_tokens if algo.aggregation == "constant_length" else whole
 
 
+def check(settings: LearnerSettings, algo: AlgoSettings, temperature: float, *, reference: bool,
+          adapters: bool) -> None:
+    """Whether a learner can be made of these. Raises ConfigError."""
+    if settings.schedule != "constant" and not settings.total_steps:
+        raise ConfigError(f"schedule {settings.schedule} needs total_steps, its length; got 0")
+    if not temperature > 0:
+        raise ConfigError(f"training needs a sampling temperature above 0; got {temperature:g}")
+    if (algo.reference == "copy") != reference:
+        given = "a" if reference else "no"
+        raise ConfigError(f"algorithm.reference = {algo.reference!r} and the reference model go together; got "
+                          f"{given} reference model: set both or neither")
+    if algo.reference == "adapter_off" and not adapters:
+        raise ConfigError("algorithm.reference = 'adapter_off' needs an adapter: set [lora], or reference = 'copy'")
+
+
 class StepWork:
     """The policy, its optimizer, the critic and the reference. `change` alters the policy once the critic has its copy
     (adapters). `check_stop` is called before each micro-batch and may raise."""
@@ -105,7 +120,7 @@ class StepWork:
     def __init__(self, model: Transformer, settings: LearnerSettings, algo: AlgoSettings, temperature: float, seed: int,
                  ranks: Alone, check_stop: Callable[[], None] = lambda: None, reference: Transformer | None = None,
                  change: Callable[[], None] = lambda: None) -> None:
-        self._model, self._settings, self._algo, self._temperature = model, settings, algo, temperature
+        self.model, self._settings, self._algo, self._temperature = model, settings, algo, temperature
         self._seed, self.ranks, self._device, self._check_stop = seed, ranks, ranks.device, check_stop
         self._reference = reference
         self._dtype = next(model.parameters()).dtype
@@ -183,7 +198,7 @@ class StepWork:
             if self._estimates:
                 own = [self._estimates[id(sample)].advantages for sample in row.samples]
                 row.advantages = torch.cat(own).to(self._dtype)
-            config = self._model.config
+            config = self.model.config
             if config.experts and self._settings.routing_replay:
                 replay = replayed([s.routes for s in row.samples], row.packed.lengths, config.layers,
                                   config.experts_per_token)
@@ -193,7 +208,7 @@ class StepWork:
     def score(self, row: Row) -> Tensor:
         """Log-probabilities of the action tokens under the weights as they are, without gradient."""
         with torch.no_grad(), self._precision():
-            return action_logprobs(self._model, row.packed, self._temperature, Routing(row.replay))[0]
+            return action_logprobs(self.model, row.packed, self._temperature, Routing(row.replay))[0]
 
     def update(self, part: Rows) -> None:
         """One optimizer step on the aggregated loss of a minibatch, and one of the critic's."""
@@ -201,11 +216,11 @@ class StepWork:
         for row in part.rows:
             self._check_stop()
             loss = self._loss(row, part)
-            self.ranks.backward(self._model, loss, row is part.rows[-1])
+            self.ranks.backward(self.model, loss, row is part.rows[-1])
             total += float(loss.detach())
         total, norm = self.ranks.total([total])[0], math.nan
         if math.isfinite(total):
-            norm = apply_gradient(self._model, self.optimizer, self._rate, self._settings.max_grad_norm)
+            norm = apply_gradient(self.model, self.optimizer, self._rate, self._settings.max_grad_norm)
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             self.skipped += 1
@@ -229,7 +244,7 @@ class StepWork:
         """
         algo, routing = self._algo, Routing(row.replay)
         with self._precision():
-            current, entropy = action_logprobs(self._model, row.packed, self._temperature, routing,
+            current, entropy = action_logprobs(self.model, row.packed, self._temperature, routing,
                                                bool(algo.entropy_coefficient))
         counts = torch.tensor(row.packed.counts, device=self._device)
         tokens = ActionTokens(current, current.detach() if row.proximal is None else row.proximal, row.behaviour,
@@ -245,7 +260,7 @@ class StepWork:
         if not row.idle:
             self._stats.add(tokens, made, entropy)
         summed = (row.scale * loss).sum() / part.share
-        if self._model.config.experts:
+        if self.model.config.experts:
             balance = (row.weights * balance_loss(routing, row.packed.lengths)).sum() / part.sequences
             self._own["router_balance"] += float(balance.detach())
             summed = summed + algo.router_coefficient * balance
@@ -254,7 +269,7 @@ class StepWork:
     def _referenced(self, row: Row) -> Tensor:
         """The reference's log-probabilities: of a model of its own, or of this one without its adapters."""
         if self._reference is None:
-            with adapters_off(self._model):
+            with adapters_off(self.model):
                 return self.score(row)
         with torch.no_grad(), self._precision():
             return action_logprobs(self._reference, row.packed, self._temperature)[0]
@@ -288,7 +303,7 @@ class StepWork:
         if sums["updates"]:
             updates = sums["updates"]
             out |= {"loss": sums["loss"] / sums["share"], "grad_norm": sums["grad_norm"] / updates}
-            if self._model.config.experts:
+            if self.model.config.experts:
                 out["router_balance"] = sums["router_balance"] / updates
             if self.critic is not None:
                 out |= {"critic_loss": sums["critic_loss"] / sums["share"],
@@ -299,11 +314,11 @@ class StepWork:
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of what is published: the adapters if there are any, else everything. On rank 0, elsewhere nothing."""
-        return self.ranks.whole(adapter_state(self._model) or self._model.state_dict())
+        return self.ranks.whole(adapter_state(self.model) or self.model.state_dict())
 
     def tensors(self, version: Version) -> dict[str, Any]:
         """All that a distributed checkpoint holds, in place: weights, moments and the version."""
-        parts: dict[str, tuple[torch.nn.Module, torch.optim.AdamW]] = {"policy": (self._model, self.optimizer)}
+        parts: dict[str, tuple[torch.nn.Module, torch.optim.AdamW]] = {"policy": (self.model, self.optimizer)}
         if self.critic is not None:
             parts["critic"] = (self.critic, self._critic_optimizer)
         return {"version": torch.tensor(version),
@@ -324,7 +339,7 @@ class StepWork:
                 raise ValueError("the checkpoint has no critic: it was saved under another algorithm.advantage")
             load_into(self.critic, {name: self.ranks.part(whole) for name, whole in saved["critic"].items()})
             self._moments(self.critic, self._critic_optimizer, saved["critic_state"])
-        self._moments(self._model, self.optimizer, saved["state"])
+        self._moments(self.model, self.optimizer, saved["state"])
 
     def _moments(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[int, Any]) -> None:
         """Moments from the file; rates and decay are the settings', not the file's."""
