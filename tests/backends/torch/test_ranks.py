@@ -36,7 +36,8 @@ class Kept:
     """A rank's process that outlives its trainer, for the next test."""
 
     def __init__(self, rank):
-        self.call, self.pid, self.end, self.kill = rank.call, rank.pid, rank.kill, lambda: None
+        self.call, self.pid, self.end = rank.call, rank.pid, rank.close
+        self.close = self.kill = lambda: None
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +51,8 @@ def launch(runner):
     kept = {}
 
     async def start(number):
-        kept.setdefault(number, None)
-        kept[number] = kept[number] or Kept(await ProcessRank.start(number))
+        if number not in kept:
+            kept[number] = Kept(ProcessRank(number))
         return kept[number]
 
     yield start
@@ -224,6 +225,8 @@ def test_a_start_that_fails_is_tried_once_more_and_bad_calls_are_told(runner):
 
         def kill(self):
             self.killed = True
+
+        close = kill
 
     async def story(failures):
         made = []

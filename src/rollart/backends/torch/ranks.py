@@ -13,8 +13,7 @@ import itertools
 import os
 import pickle
 import signal
-import socket
-import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,8 +21,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,15 +46,13 @@ from rollart.backends.weights.memory import load_into
 from rollart.core.errors import InvariantViolated, RollArtError, TrainerLost
 from rollart.core.types import Manifest, StepReport, TrainBatch, Version
 
-Result = TypeVar("Result")
 Source = str | tuple[ModelConfig, Mapping[str, Tensor]]
 """A model: its Hugging Face folder, or its shape and tensors."""
 
 TRIES = 2
 """Starts of all ranks before the learner is lost: now and then one aborts without a reason."""
 DYING_SECONDS = 2.0
-"""So long the other ranks may take to say what the first failure of one was about."""
-_HEADER = struct.Struct("!Q")
+"""So long may a rank take to close its part, or to say what the first failure of another was about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,19 +68,31 @@ class RankSpec:
     reference: Source | None = None
 
 
+def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Run it in the rank's one thread, behind what was called before."""
+
+    @wraps(method)
+    def call(self: RankWorker, *arguments: Any) -> Any:
+        try:
+            return self._thread.submit(method, self, *arguments).result()
+        except (RuntimeError, OSError, ValueError, SafetensorError) as error:  # torch raises RuntimeError for all
+            raise TrainerLost(f"{type(error).__name__}: {error}") from error
+
+    return call
+
+
 class RankWorker:
     """One rank. Plain methods that block; `publish`, `retire` and `saved` may be called beside the others.
 
-    On rank 0 `step` and `publish` have a result. Raises TrainerLost; a rank is of no use after that.
+    Only rank 0's `step` and `publish` have a result. Raises TrainerLost; a rank is of no use after that.
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "learner")
-        self._beside = ThreadPoolExecutor(1, "checkpoint")
+        self._thread, self._beside = ThreadPoolExecutor(1, "learner"), ThreadPoolExecutor(1, "checkpoint")
         self._store: dist.TCPStore | None = None
+        self._writer: Any = None
         self._publishing = threading.Lock()
         self._copies: dict[Version, dict[str, Tensor]] = {}
-        self._handed: set[Version] = set()
         self._saving: list[Future[Any]] = []
 
     def listen(self, host: str = "127.0.0.1") -> str:
@@ -88,129 +100,104 @@ class RankWorker:
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return f"{host}:{self._store.port}"
 
+    @_in_turn
     def start(self, rank: int, world: int, address: str, spec: RankSpec) -> None:
         """Join the others and load the first weights: version 0."""
-        self._run(self._start, rank, world, address, spec)
-
-    def step(self, batch: TrainBatch | bytes) -> StepReport | None:
-        """Version `batch.version` to the next; every rank is given the whole batch (pickled or not)."""
-        return self._run(self._step, pickle.loads(batch) if isinstance(batch, bytes) else batch)
-
-    def publish(self, version: Version) -> Manifest | None:
-        """Hand over what the end of the last step (or load) gathered; it may overlap the next step."""
-        if self._rank:
-            return None
-        with self._publishing:
-            if version not in self._copies:
-                raise InvariantViolated(f"version {version} was to be published; the learner has {set(self._copies)}")
-            manifest = self._writer.put(version, self._copies[version])
-            self._handed.add(version)
-            return manifest
-
-    def retire(self, manifest: Manifest) -> None:
-        if not self._rank:
-            self._writer.drop(manifest)
-
-    def save(self, folder: str) -> None:
-        """Begin to write: the state is copied when this returns, and on disk when `saved` does."""
-        self._run(self._save, Path(folder))
-
-    def saved(self) -> None:
-        """Wait until the last `save` is whole and fsynced."""
-        try:
-            for written in self._saving:
-                written.result()
-        except (RuntimeError, OSError, ValueError, SafetensorError) as error:
-            raise TrainerLost(f"checkpoint of rank {self._rank}: {error}") from error
-
-    def load(self, folder: str) -> Version:
-        """Go on from what any number of ranks saved, or the learner of one process."""
-        return self._run(self._load, Path(folder))
-
-    def close(self) -> None:
-        if self._store is not None and hasattr(self, "_ranks"):
-            self._writer.close()
-        self._thread.shutdown(cancel_futures=True)
-
-    def _run(self, call: Callable[..., Result], *arguments: Any) -> Result:
-        try:
-            return self._thread.submit(call, *arguments).result()
-        except (RuntimeError, OSError, ValueError, SafetensorError) as error:  # torch raises RuntimeError for all
-            raise TrainerLost(f"{type(error).__name__}: {error}") from error
-
-    def _start(self, rank: int, world: int, address: str, spec: RankSpec) -> None:
         settings = spec.settings
         torch.set_num_threads(settings.threads or 1)
         device = choose_device(settings.device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", rank % torch.cuda.device_count())
         host, _, port = address.rpartition(":")
-        store = self._store or dist.TCPStore(host, int(port), is_master=False,
-                                             timeout=timedelta(seconds=settings.rank_seconds))
-        self._rank, self._ranks = rank, Sharded(rank, world, store, device, settings.rank_seconds)
+        limit = timedelta(seconds=settings.rank_seconds)
+        store = self._store or dist.TCPStore(host, int(port), is_master=False, timeout=limit)
+        self._rank, self._ranks = rank, Sharded(rank, world, store, device, limit)
         config, tensors = _source(spec.model)
-        reference, frozen = _source(spec.reference) if spec.reference else (None, {})
-        models = []
+        models = [(config, tensors), *([_source(spec.reference)] if spec.reference else [])]
         with torch.device("meta"):
-            for shape in (config, reference):
-                models.append(Transformer(shape) if shape else None)
-        self._work = StepWork(models[0], settings, spec.algo, spec.temperature, spec.seed, self._ranks,
-                              reference=models[1])
-        self._fill(models[0], tensors)
-        if models[1] is not None:
-            self._fill(models[1], frozen)
+            policy, *reference = [Transformer(shape) for shape, _ in models]
+        self._work = StepWork(policy, settings, spec.algo, spec.temperature, spec.seed, self._ranks,
+                              reference=reference[0] if reference else None)
+        for model, (_, own) in zip([policy, *reference], models, strict=True):
+            self._fill(model, own)
         if self._work.critic is not None:
-            own = {f"body.{name}": tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-            self._fill(self._work.critic, {**own, "value.weight": torch.zeros(1, config.width),
+            body = {f"body.{name}": tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+            self._fill(self._work.critic, {**body, "value.weight": torch.zeros(1, config.width),
                                            "value.bias": torch.zeros(1)})
         if rank == 0:
             self._writer = open_writer(spec.weights)
-        self._stand(0, self._work.snapshot())
+        self._stand(0)
 
-    def _fill(self, module: torch.nn.Module | None, tensors: Mapping[str, Tensor]) -> None:
-        assert module is not None
-        load_into(module, {name: self._ranks.part(whole) for name, whole in tensors.items()})
-
-    def _stand(self, version: Version, copy: dict[str, Tensor]) -> None:
-        """At `version`, whose weights are kept until the next one's are here and these were published."""
-        with self._publishing:
-            self._copies = {v: kept for v, kept in self._copies.items() if v == version - 1 and v not in self._handed}
-            self._copies[version] = copy
-            self._version, self._handed = version, set()
-
-    def _step(self, batch: TrainBatch) -> StepReport | None:
+    @_in_turn
+    def step(self, batch: TrainBatch | bytes) -> StepReport | None:
+        """Version `batch.version` to the next; every rank is given the whole batch, pickled or not."""
+        batch = pickle.loads(batch) if isinstance(batch, bytes) else batch
         if batch.version != self._version:
             raise InvariantViolated(f"rank {self._rank} stands at version {self._version}, not {batch.version}")
         report = self._work.step(batch)
         self._stand(batch.version + 1, self._work.copy)
         return report if self._rank == 0 else None
 
-    def _save(self, folder: Path) -> None:
+    def publish(self, version: Version) -> Manifest | None:
+        """Hand over what the end of the last step (or load) gathered; it may overlap the next step."""
+        if self._writer is None:
+            return None
+        copy = self._copies[version]
+        with self._publishing:
+            manifest: Manifest = self._writer.put(version, copy)
+        self._copies.pop(version - 1, None)
+        return manifest
+
+    def retire(self, manifest: Manifest) -> None:
+        if self._writer is not None:
+            self._writer.drop(manifest)
+
+    @_in_turn
+    def save(self, folder: str) -> None:
+        """Begin to write: the state is copied when this returns, and on disk when `saved` does."""
         self.saved()  # the one before
-        self._saving = [self._ranks.write(self._work.tensors(self._version), folder)]
+        self._folder = Path(folder)
+        self._saving = [self._ranks.write(self._work.tensors(self._version), self._folder)]
         if self._rank == 0:
-            self._saving.append(self._beside.submit(self._finish, self._saving[0], self._copies[self._version], folder))
+            self._saving.append(self._beside.submit(save_file, self._copies[self._version],
+                                                    self._folder / "model.safetensors", {"format": "pt"}))
 
-    @staticmethod
-    def _finish(shards: Future[Any], copy: Mapping[str, Tensor], folder: Path) -> None:
-        save_file(dict(copy), folder / "model.safetensors", metadata={"format": "pt"})
-        shards.result()
-        sync_folder(folder)
+    def saved(self) -> None:
+        """Wait until the last `save` is whole and on disk."""
+        for written in self._saving:
+            if error := written.exception():  # not always an Exception
+                raise TrainerLost(f"checkpoint: {type(error).__name__}: {error}")
+        if len(self._saving) > 1:
+            sync_folder(self._folder)
 
-    def _load(self, folder: Path) -> Version:
-        work = self._work
-        if (folder / SHARDS).is_dir():
+    @_in_turn
+    def load(self, folder: str) -> Version:
+        """Go on from what any number of ranks saved, or the learner of one process."""
+        path, work = Path(folder), self._work
+        if (path / SHARDS).is_dir():
             tensors = work.tensors(0)
-            self._ranks.read(tensors, folder)
+            self._ranks.read(tensors, path)
             version = int(tensors["version"])
         else:
-            self._fill(work.model, load_file(folder / "model.safetensors"))
-            saved = torch.load(folder / "optimizer.pt", weights_only=True)
+            saved = torch.load(path / "optimizer.pt", weights_only=True)
+            self._fill(work.model, load_file(path / "model.safetensors"))
             work.restore(saved)
             version = saved["version"]
         work.skipped, self._copies = 0, {}
-        self._stand(version, work.snapshot())
+        self._stand(version)
         return version
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _fill(self, module: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        load_into(module, {name: self._ranks.part(whole) for name, whole in tensors.items()})
+
+    def _stand(self, version: Version, copy: dict[str, Tensor] | None = None) -> None:
+        """At `version`; the weights of the one before are kept for a publish under way."""
+        kept = {v: own for v, own in self._copies.items() if v == version - 1}
+        self._version, self._copies = version, {**kept, version: self._work.snapshot() if copy is None else copy}
 
 
 def _source(model: Source) -> tuple[ModelConfig, Mapping[str, Tensor]]:
@@ -218,74 +205,66 @@ def _source(model: Source) -> tuple[ModelConfig, Mapping[str, Tensor]]:
 
 
 class Rank(Protocol):
-    """A RankWorker somewhere. `call` raises TrainerLost once it is dead; `kill` ends it at once and never raises."""
+    """A RankWorker somewhere. `call` raises TrainerLost once it is dead; the others never raise or wait."""
 
     async def call(self, method: str, *arguments: Any) -> Any: ...
+    def close(self) -> None: ...
     def kill(self) -> None: ...
 
 
 class ProcessRank:
-    """A rank in a process of this machine. Requests and answers are pickles with their length before them.
+    """A rank in a process of this machine. It ends when this one hangs up or is gone; Ctrl-C is not for it."""
 
-    The process ends when this one hangs up; Ctrl-C is not for it.
-    """
-
-    @classmethod
-    async def start(cls, number: int) -> ProcessRank:
-        self = cls()
-        ours, theirs = socket.socketpair()
+    def __init__(self, number: int) -> None:
+        self._pipe, theirs = Pipe()
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", "from rollart.backends.torch.ranks import serve; serve()", str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, env=environment)
-        self._name, self.pid = f"rank {number} (process {self._process.pid})", self._process.pid
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._numbers, self._lost = itertools.count(), ""
-        self._reading = asyncio.create_task(self._read(reader), name=self._name)
-        return self
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", "from rollart.backends.torch.ranks import serve; serve()", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment)
+        self.pid, self._name, self._lost = self._process.pid, f"rank {number} (process {self._process.pid})", ""
+        self._waiting: dict[int, Future[Any]] = {}
+        self._numbers, self._sending = itertools.count(), threading.Lock()
+        threading.Thread(target=self._read, name=self._name, daemon=True).start()
 
     async def call(self, method: str, *arguments: Any) -> Any:
+        number, future = next(self._numbers), Future[Any]()
+        future.set_running_or_notify_cancel()  # so that an answer may come after this was cancelled
+        self._waiting[number] = future
+        await asyncio.to_thread(self._send, (number, method, arguments))
         if self._lost:
             raise TrainerLost(self._lost)
-        number = next(self._numbers)
-        body = pickle.dumps((number, method, arguments), protocol=pickle.HIGHEST_PROTOCOL)
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        try:
-            with suppress(ConnectionError):  # `_read` tells
-                self._writer.writelines((_HEADER.pack(len(body)), body))
-                await self._writer.drain()
-            return await future
-        finally:
-            self._waiting.pop(number, None)
+        return await asyncio.wrap_future(future)
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
+    def _send(self, request: Any) -> None:
+        with self._sending, suppress(OSError):  # `_read` tells
+            self._pipe.send(request)
+
+    def _read(self) -> None:
+        with suppress(EOFError, OSError):
             while True:
-                size, = _HEADER.unpack(await reader.readexactly(_HEADER.size))
-                number, well, value = pickle.loads(await reader.readexactly(size))
-                future = self._waiting.pop(number, None)
-                if future is not None and not future.done():
-                    future.set_result(value) if well else future.set_exception(value)
-        self.kill()
-        code = await self._process.wait()
+                number, well, value = self._pipe.recv()
+                future = self._waiting.pop(number)
+                future.set_result(value) if well else future.set_exception(value)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(DYING_SECONDS)
+        self._process.kill()
+        code = self._process.wait()
         self._lost = f"{self._name} ended " + (f"by signal {-code}" if code < 0 else f"with code {code}")
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(TrainerLost(self._lost))
+        for future in list(self._waiting.values()):
+            future.set_exception(TrainerLost(self._lost))
+
+    def close(self) -> None:
+        self._send(None)
 
     def kill(self) -> None:
-        self._writer.close()
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+        self._process.kill()
 
 
 def serve() -> None:
-    """A rank's process: serve the socket whose number is the argument, until the other side hangs up."""
+    """A rank's process: serve the pipe whose number is the argument, until the other side hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    file = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
+    pipe = Connection(int(sys.argv[1]))
     worker, threads, sending = RankWorker(), ThreadPoolExecutor(8), threading.Lock()
 
     def answer(number: int, method: str, arguments: Sequence[Any]) -> None:
@@ -294,31 +273,31 @@ def serve() -> None:
         except (RollArtError, InvariantViolated) as error:
             well, value = False, error
         except Exception as error:  # noqa: BLE001  the process's edge: whatever it was, the caller must hear of it
-            well, value = False, TrainerLost(f"{method}: {type(error).__name__}: {error}")
-        body = pickle.dumps((number, well, value), protocol=pickle.HIGHEST_PROTOCOL)
+            well, value = False, TrainerLost(f"{type(error).__name__}: {error}")
         with sending, suppress(OSError):
-            file.write(_HEADER.pack(len(body)) + body)
-            file.flush()
+            pipe.send((number, well, value))
 
-    while len(header := file.read(_HEADER.size)) == _HEADER.size:
-        threads.submit(answer, *pickle.loads(file.read(_HEADER.unpack(header)[0])))
-    os._exit(0)  # threads may hang in a collective
+    with suppress(EOFError, OSError):
+        while request := pipe.recv():
+            threads.submit(answer, *request)
+    threading.Timer(DYING_SECONDS, os._exit, (1,)).start()  # threads may hang in a collective
+    worker.close()
+    os._exit(0)
 
 
 class RankedTrainer:
-    """Implements the `Trainer` port over N ranks; `start` or `load` before anything else. Raises TrainerLost.
+    """Implements the `Trainer` port over N ranks; `start` or `load` comes first. Raises TrainerLost, ConfigError.
 
-    `launch` starts the process of a rank: one on this machine, or another's. `host`: the machine of rank 0 as the
-    others reach it. `export` writes what a checkpoint folder needs beside the weights to be a Hugging Face folder.
-    Raises ConfigError.
+    `launch` starts the process of a rank: on this machine, or elsewhere. `host`: the machine of rank 0 as the others
+    reach it. `export` writes what a checkpoint folder needs beside the weights to be a Hugging Face folder.
     """
 
-    def __init__(self, spec: RankSpec, launch: Callable[[int], Awaitable[Rank]] = ProcessRank.start, *,
+    def __init__(self, spec: RankSpec, launch: Callable[[int], Awaitable[Rank]] | None = None, *,
                  host: str = "127.0.0.1", export: Callable[[Path], None] = lambda folder: None) -> None:
         check(spec.settings, spec.algo, spec.temperature, reference=spec.reference is not None, adapters=False)
-        self.version, self.ranks = 0, []
+        self.version, self._lost = 0, "its ranks were not started"
+        self.ranks: list[Rank] = []
         self._spec, self._launch, self._host, self._export = spec, launch, host, export
-        self._lost = "its ranks were not started"
         self._turn = asyncio.Lock()
 
     async def start(self) -> None:
@@ -327,32 +306,32 @@ class RankedTrainer:
 
     async def restart(self, folder: Path | None) -> None:
         """End all ranks and start them again, from a checkpoint or (None) the first weights."""
+        seconds = self._spec.settings.rank_seconds
         async with self._turn:
             for attempt in range(TRIES):
                 self._kill("it is started again")
                 try:
-                    async with asyncio.timeout(self._spec.settings.rank_seconds):
+                    async with asyncio.timeout(seconds):
                         await self._begin()
                         self.version = (await self._all("load", str(folder)))[0] if folder else 0
                     return
                 except (TrainerLost, TimeoutError) as error:
-                    self._kill(str(error) or f"no start within {self._spec.settings.rank_seconds:g} s (rank_seconds)")
+                    self._kill(str(error) or f"not up within {seconds:g} s (learner.rank_seconds)")
                     if attempt + 1 == TRIES:
                         raise TrainerLost(self._lost) from None
 
     async def _begin(self) -> None:
-        world = self._spec.settings.ranks
-        for number in range(world):
-            self.ranks.append(await self._launch(number))
+        for number in range(self._spec.settings.ranks):
+            self.ranks.append(await self._launch(number) if self._launch else ProcessRank(number))
         self._lost = ""
         address = await self.ranks[0].call("listen", self._host)
-        await self._all("start", world, address, self._spec, numbered=True)
+        await self._all("start", len(self.ranks), address, self._spec, numbered=True)
 
     async def step(self, batch: TrainBatch) -> StepReport:
         """Version `batch.version` to the next."""
         if batch.version != self.version:
             raise InvariantViolated(f"the learner stands at version {self.version}; the batch is for {batch.version}")
-        body = await asyncio.to_thread(pickle.dumps, batch, pickle.HIGHEST_PROTOCOL)
+        body = await asyncio.to_thread(pickle.dumps, batch)
         async with self._turn:
             report: StepReport = (await self._all("step", body))[0]
             self.version = batch.version + 1
@@ -382,13 +361,14 @@ class RankedTrainer:
             self.version = (await self._all("load", str(folder)))[0]
 
     def close(self) -> None:
-        self._kill("it was closed")
+        for rank in self.ranks:
+            rank.close()
+        self.ranks, self._lost = [], "it was closed"
 
     def _kill(self, reason: str) -> None:
-        self._lost = reason
         for rank in self.ranks:
             rank.kill()
-        self.ranks = []
+        self.ranks, self._lost = [], reason
 
     async def _all(self, method: str, *arguments: Any, numbered: bool = False, only_first: bool = False) -> list[Any]:
         """The answers of all ranks. When one fails, or this is given up, all are killed."""
@@ -397,11 +377,15 @@ class RankedTrainer:
         calls = [asyncio.ensure_future(rank.call(method, *((number,) if numbered else ()), *arguments))
                  for number, rank in enumerate(self.ranks[:1] if only_first else self.ranks)]
         try:
-            done, rest = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            if rest or any(call.exception() for call in done):
-                if rest:
-                    await asyncio.wait(rest, timeout=DYING_SECONDS)
-                raise self._failure(method, calls)
+            _, rest = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if rest:
+                await asyncio.wait(rest, timeout=DYING_SECONDS)
+            errors = [error for call in calls if call.done() and (error := call.exception())]
+            if errors:  # a process that ended explains what the others say; our own mistakes come first
+                first = min(errors, key=lambda e: (isinstance(e, TrainerLost), " ended " not in str(e)))
+                raise TrainerLost(f"learner at version {self.version}, {method}: {first}") if isinstance(
+                    first, TrainerLost) else first
+            return [call.result() for call in calls]
         except BaseException as error:
             self._kill(str(error) or f"{method} was given up")
             raise
@@ -409,13 +393,3 @@ class RankedTrainer:
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
-        return [call.result() for call in calls]
-
-    def _failure(self, method: str, calls: Sequence[asyncio.Future[Any]]) -> BaseException:
-        """A process that ended explains what the others say; our own mistakes come first."""
-        errors = [call.exception() for call in calls if call.done() and call.exception()]
-        errors.sort(key=lambda e: (not isinstance(e, InvariantViolated), " ended " not in str(e)))
-        first = errors[0]
-        if isinstance(first, TrainerLost):
-            return TrainerLost(f"learner at version {self.version}, {method}: {first}")
-        return first  # type: ignore[return-value]

@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from rollart.backends.torch.fsdp import Alone
 from rollart.backends.torch.lora import adapter_state, adapters_off
 from rollart.backends.torch.losses import ActionTokens, kl_penalty, policy_loss
 from rollart.backends.torch.moe import Routing, balance_loss, replayed
-from rollart.backends.torch.optimizer import apply_gradient, make_optimizer, moments, rate_at
+from rollart.backends.torch.optimizer import apply_gradient, autocast, make_optimizer, moments, rate_at
 from rollart.backends.torch.scoring import Packed, action_logprobs, pack_sequences
 from rollart.backends.torch.settings import LearnerSettings
 from rollart.backends.torch.transformer import Transformer
@@ -181,7 +182,8 @@ class StepWork:
             self._estimates[id(IDLE)] = Estimate(none, none, none)
 
     def _precision(self) -> Any:
-        return self.ranks.precision(self._settings.precision)
+        alone = self.ranks.world == 1  # else `place` did it
+        return autocast(self._settings.precision, self._device) if alone else nullcontext()
 
     def _bins(self, samples: Sequence[Sample]) -> list[list[int]]:
         """This rank's micro-batches, by index; empty ones at the end where another rank has more."""
