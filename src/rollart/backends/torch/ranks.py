@@ -82,10 +82,8 @@ def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RankWorker:
-    """One rank. Plain methods that block; `publish`, `retire` and `saved` may be called beside the others.
-
-    Only rank 0's `step` and `publish` have a result. Raises TrainerLost; a rank is of no use after that.
-    """
+    """One rank. Plain methods that block; `publish` and `retire` (of rank 0 only) and `saved` may be called beside the
+    others. Only rank 0's `step` has a result. Raises TrainerLost; a rank is of no use after that."""
 
     def __init__(self) -> None:
         self._thread, self._beside = ThreadPoolExecutor(1, "learner"), ThreadPoolExecutor(1, "checkpoint")
@@ -105,22 +103,20 @@ class RankWorker:
         """Join the others and load the first weights: version 0."""
         settings = spec.settings
         torch.set_num_threads(settings.threads or 1)
-        device = choose_device(settings.device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", rank % torch.cuda.device_count())
         host, _, port = address.rpartition(":")
         limit = timedelta(seconds=settings.rank_seconds)
         store = self._store or dist.TCPStore(host, int(port), is_master=False, timeout=limit)
-        self._rank, self._ranks = rank, Sharded(rank, world, store, device, limit)
-        config, tensors = _source(spec.model)
-        models = [(config, tensors), *([_source(spec.reference)] if spec.reference else [])]
+        self._rank, self._ranks = rank, Sharded(rank, world, store, choose_device(settings.device, rank), limit)
+        given = [read_model(model) if isinstance(model, str) else model
+                 for model in (spec.model, spec.reference) if model]
         with torch.device("meta"):
-            policy, *reference = [Transformer(shape) for shape, _ in models]
-        self._work = StepWork(policy, settings, spec.algo, spec.temperature, spec.seed, self._ranks,
-                              reference=reference[0] if reference else None)
-        for model, (_, own) in zip([policy, *reference], models, strict=True):
-            self._fill(model, own)
+            models = [Transformer(config) for config, _ in given]
+        self._work = StepWork(models[0], settings, spec.algo, spec.temperature, spec.seed, self._ranks,
+                              reference=models[1] if spec.reference else None)
+        for model, (_, tensors) in zip(models, given, strict=True):
+            self._fill(model, tensors)
         if self._work.critic is not None:
+            config, tensors = given[0]
             body = {f"body.{name}": tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
             self._fill(self._work.critic, {**body, "value.weight": torch.zeros(1, config.width),
                                            "value.bias": torch.zeros(1)})
@@ -138,10 +134,8 @@ class RankWorker:
         self._stand(batch.version + 1, self._work.copy)
         return report if self._rank == 0 else None
 
-    def publish(self, version: Version) -> Manifest | None:
+    def publish(self, version: Version) -> Manifest:
         """Hand over what the end of the last step (or load) gathered; it may overlap the next step."""
-        if self._writer is None:
-            return None
         copy = self._copies[version]
         with self._publishing:
             manifest: Manifest = self._writer.put(version, copy)
@@ -149,8 +143,7 @@ class RankWorker:
         return manifest
 
     def retire(self, manifest: Manifest) -> None:
-        if self._writer is not None:
-            self._writer.drop(manifest)
+        self._writer.drop(manifest)
 
     @_in_turn
     def save(self, folder: str) -> None:
@@ -198,10 +191,6 @@ class RankWorker:
         """At `version`; the weights of the one before are kept for a publish under way."""
         kept = {v: own for v, own in self._copies.items() if v == version - 1}
         self._version, self._copies = version, {**kept, version: self._work.snapshot() if copy is None else copy}
-
-
-def _source(model: Source) -> tuple[ModelConfig, Mapping[str, Tensor]]:
-    return read_model(model) if isinstance(model, str) else model
 
 
 class Rank(Protocol):
@@ -308,17 +297,16 @@ class RankedTrainer:
         """End all ranks and start them again, from a checkpoint or (None) the first weights."""
         seconds = self._spec.settings.rank_seconds
         async with self._turn:
-            for attempt in range(TRIES):
+            for _ in range(TRIES):
                 self._kill("it is started again")
                 try:
                     async with asyncio.timeout(seconds):
                         await self._begin()
                         self.version = (await self._all("load", str(folder)))[0] if folder else 0
-                    return
+                        return
                 except (TrainerLost, TimeoutError) as error:
                     self._kill(str(error) or f"not up within {seconds:g} s (learner.rank_seconds)")
-                    if attempt + 1 == TRIES:
-                        raise TrainerLost(self._lost) from None
+            raise TrainerLost(self._lost)
 
     async def _begin(self) -> None:
         for number in range(self._spec.settings.ranks):
