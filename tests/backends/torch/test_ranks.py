@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from test_learner import SHAPE, batch, parameters, sample
 from test_pieces import samples
 
@@ -21,7 +20,7 @@ from rollart.backends.torch.learner import TorchTrainer
 from rollart.backends.torch.ranks import ProcessRank, RankedTrainer, RankSpec
 from rollart.backends.torch.settings import LearnerSettings
 from rollart.backends.torch.transformer import small_model
-from rollart.backends.weights import WeightsSettings
+from rollart.backends.weights import WeightsSettings, open_reader
 from rollart.backends.weights.memory import MemoryWeights
 from rollart.core.errors import ConfigError, InvariantViolated, TrainerLost
 from rollart.core.types import TrainBatch
@@ -60,10 +59,10 @@ def launch(runner):
         rank.end()
 
 
-def spec(shape=SHAPE, settings=STEADY, algo=None, seed=0, **more):
+def spec(shape=SHAPE, settings=STEADY, algo=None, seed=0, weights=WeightsSettings(), **more):  # noqa: B008
     model, algo = small_model(shape, seed), algo or AlgoSettings()
     source = (model.config, dict(model.state_dict()))
-    return RankSpec(model=source, settings=settings, algo=algo, weights=WeightsSettings(), seed=5,
+    return RankSpec(model=source, settings=settings, algo=algo, weights=weights, seed=5,
                     reference=source if algo.reference == "copy" else None, **more)
 
 
@@ -92,9 +91,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_l7_two_ranks_are_one(runner, launch, tmp_path, case):
     shape, settings, algo, made = CASES[case]
+    files = WeightsSettings(carrier="file", folder=str(tmp_path))
 
     async def story():
-        two, one = RankedTrainer(spec(shape, settings, algo), launch), alone(shape, settings, algo)
+        two, one = RankedTrainer(spec(shape, settings, algo, weights=files), launch), alone(shape, settings, algo)
         await two.start()
         for version in range(5):
             report, expected = await two.step(made(version)), await one.step(made(version))
@@ -104,8 +104,7 @@ def test_l7_two_ranks_are_one(runner, launch, tmp_path, case):
                 if name != "tokens_per_second":
                     assert report.metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-5), (version, name)
         assert report.metrics["grad_norm"] > 0.7
-        await two.save(tmp_path)
-        moved = load_file(tmp_path / "model.safetensors")
+        moved = open_reader(files).get(await two.publish(5))
         before = small_model(shape, 0).state_dict()
         for name, tensor in one._model.state_dict().items():
             assert (moved[name] - tensor).abs().max() < 1e-5, name
