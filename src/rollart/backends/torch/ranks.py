@@ -101,6 +101,7 @@ class RankWorker:
     @_in_turn
     def start(self, rank: int, world: int, address: str, spec: RankSpec) -> None:
         """Join the others and load the first weights: version 0."""
+        self.close()  # what it may have had before
         settings = spec.settings
         torch.set_num_threads(settings.threads or 1)
         host, _, port = address.rpartition(":")
