@@ -253,6 +253,9 @@ class ProcessRank:
 
 def serve() -> None:
     """A rank's process: serve the pipe whose number is the argument, until the other side hangs up."""
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp  # noqa: F401  now, for they take seconds
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = Connection(int(sys.argv[1]))
     worker, threads, sending = RankWorker(), ThreadPoolExecutor(8), threading.Lock()
