@@ -203,7 +203,8 @@ class Rank(Protocol):
 
 
 class ProcessRank:
-    """A rank in a process of this machine. It ends when this one hangs up or is gone; Ctrl-C is not for it."""
+    """A rank in a process of this machine, asked and answering in pickles (not those of multiprocessing, which hand
+    tensors over as files). It ends when this one hangs up or is gone; Ctrl-C is not for it."""
 
     def __init__(self, number: int) -> None:
         self._pipe, theirs = Pipe()
@@ -228,12 +229,12 @@ class ProcessRank:
 
     def _send(self, request: Any) -> None:
         with self._sending, suppress(OSError):  # `_read` tells
-            self._pipe.send(request)
+            self._pipe.send_bytes(pickle.dumps(request))
 
     def _read(self) -> None:
         with suppress(EOFError, OSError):
             while True:
-                number, well, value = self._pipe.recv()
+                number, well, value = pickle.loads(self._pipe.recv_bytes())
                 future = self._waiting.pop(number)
                 future.set_result(value) if well else future.set_exception(value)
         with suppress(subprocess.TimeoutExpired):
@@ -268,10 +269,10 @@ def serve() -> None:
         except Exception as error:  # noqa: BLE001  the process's edge: whatever it was, the caller must hear of it
             well, value = False, TrainerLost(f"{type(error).__name__}: {error}")
         with sending, suppress(OSError):
-            pipe.send((number, well, value))
+            pipe.send_bytes(pickle.dumps((number, well, value)))
 
     with suppress(EOFError, OSError):
-        while request := pipe.recv():
+        while request := pickle.loads(pipe.recv_bytes()):
             threads.submit(answer, *request)
     threading.Timer(DYING_SECONDS, os._exit, (1,)).start()  # threads may hang in a collective
     worker.close()
