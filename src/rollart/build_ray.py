@@ -1,0 +1,204 @@
+"""The parts of a run on a Ray cluster: a plan first, then one actor a role and replica, wrapped into ports.
+
+Keeps true: what cannot be placed is said before anything is started; what was started is closed again, whatever
+happens. Waits for actors, each start under cluster.start_seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from rollart.config.recipe import Recipe
+from rollart.core.errors import ConfigError, EngineLost, EnvironmentFailed, ScorerFailed, TrainerLost
+from rollart.core.types import Score
+from rollart.distributed import Need, Node, Placed, Role, affinity, place, render_plan, worker_class
+from rollart.observe.run_folder import RunFolder
+from rollart.parts import Parts, engine_ids
+from rollart.policy import Policy, cache_folder
+from rollart.rewards.contract import RewardRequest
+
+WORKERS: dict[Role, str] = {
+    Role.ACTOR_TRAIN: "rollart.workers:LearnerWorker", Role.ACTOR_GEN: "rollart.workers:EmbeddedEngineWorker",
+    Role.ENVIRONMENT: "rollart.workers:EnvironmentsWorker", Role.REWARD: "rollart.workers:RewardWorker"}
+
+
+def worker_name(recipe: Recipe, role: Role) -> str:
+    return recipe.cluster.workers.get(role.value, WORKERS[role])
+
+
+def planned_nodes(recipe: Recipe) -> list[Node]:
+    """The hardware that the recipe itself describes."""
+    return [Node(f"{name}-{i}", name, pool.devices or pool.cpus, bool(pool.devices))
+            for name, pool in recipe.cluster.pools.items() for i in range(pool.nodes)]
+
+
+def needs(recipe: Recipe) -> list[Need]:
+    """Every process of the run, the one that everything waits for first."""
+    mapped = affinity(worker_class(worker_name(recipe, Role.ACTOR_TRAIN), Role.ACTOR_TRAIN))
+    out = [Need("learner", Role.ACTOR_TRAIN, recipe.cluster.train or mapped.get("default", ""))]
+    for id, pool in engine_ids(recipe):
+        out.append(Need(id, Role.ACTOR_GEN, recipe.pools[pool].hardware, recipe.pools[pool].tensor_parallel))
+    if recipe.evaluation.tasks:
+        out.append(Need("eval", Role.ACTOR_GEN, recipe.cluster.evaluation))
+    if uses_reward_workers(recipe):
+        out.append(Need("rewards", Role.REWARD, recipe.cluster.rewards or recipe.cluster.environments, spread=True))
+    out.append(Need("environments", Role.ENVIRONMENT, recipe.cluster.environments, spread=True))
+    return out
+
+
+def uses_reward_workers(recipe: Recipe) -> bool:
+    return "workers" in (recipe.reward.where, *recipe.reward.places.values())
+
+
+def domain_pools(recipe: Recipe) -> dict[str, str]:
+    """Domain (or "default") to pool of engines: the recipe's `domains`, else what hw_mapping says of the engine worker.
+
+    A hardware pool of hw_mapping stands for the first pool of engines on it. Raises ConfigError for one without engines.
+    """
+    out = {domain: pool for pool, settings in recipe.pools.items() for domain in settings.domains}
+    on = {settings.hardware: pool for pool, settings in reversed(list(recipe.pools.items()))}
+    for domain, hardware in affinity(worker_class(worker_name(recipe, Role.ACTOR_GEN), Role.ACTOR_GEN)).items():
+        if hardware not in on:
+            raise ConfigError(f"hw_mapping sends {domain} to {hardware}, where no engines are: add a [pools.NAME] with "
+                              f"hardware = {hardware!r}")
+        out.setdefault(domain, on[hardware])
+    return out
+
+
+def plan(recipe: Recipe, nodes: Sequence[Node]) -> tuple[tuple[Placed, ...], list[str]]:
+    """The placement and its lines. Raises ConfigError."""
+    placed = place(needs(recipe), nodes)
+    for need in ("environments", "rewards")[: 1 + uses_reward_workers(recipe)]:
+        if not any(item.need.name == need for item in placed):
+            raise ConfigError(f"no node for {need}: the cluster has no nodes")
+    pools = domain_pools(recipe)
+    domains = {id: [d for d, own in pools.items() if own == pool] for id, pool in engine_ids(recipe)}
+    return placed, render_plan(placed, domains)
+
+
+async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, reference: Policy | None,
+                    checkpoint: Path | None, folder: RunFolder, cluster: Any) -> Parts:
+    """Every role in actors of a connected `cluster`; `stack` closes them. Raises ConfigError, NoCapacity."""
+    from rollart.backends.ray.engines import RemoteCluster, RemoteEngine
+    from rollart.backends.ray.environments import RemoteEnvironments
+    from rollart.backends.ray.remote import Remote
+    from rollart.backends.ray.trainer import RemoteTrainer
+
+    placed, _ = plan(recipe, cluster.nodes())
+    where = {item.need.name: item for item in placed if not item.need.spread}
+    common = {"recipe": recipe.to_json(), "model": _source(policy, recipe)}
+    limits = {"start_seconds": recipe.cluster.start_seconds, "silent_seconds": recipe.cluster.silent_seconds}
+
+    async def remote(name: str, role: Role, lost: Any, spec: Mapping[str, Any]) -> Remote:
+        item = where[name]
+        (options,) = await cluster.reserve([cluster.demand(item.node, item.need.units)], name)
+        return Remote(name, worker_name(recipe, role), role.value, {**common, **spec}, lambda: options, lost, **limits)
+
+    own = {"reference": _source(reference, recipe)} if reference else {}
+    learner = await remote("learner", Role.ACTOR_TRAIN, TrainerLost, own)
+    trainer = RemoteTrainer(worker_class(worker_name(recipe, Role.ACTOR_TRAIN), Role.ACTOR_TRAIN), [learner],
+                            folder.newest_checkpoint, redo_batches=recipe.cluster.redo_batches,
+                            max_restarts=recipe.cluster.max_restarts)
+    stack.push_async_callback(trainer.close)
+    ids = [*engine_ids(recipe), *([("eval", "eval")] if recipe.evaluation.tasks else [])]
+    engines = [RemoteEngine(id, pool, await remote(id, Role.ACTOR_GEN, EngineLost, {"id": id, "pool": pool}))
+               for id, pool in ids]
+    for engine in engines:
+        stack.push_async_callback(engine.remote.close)
+
+    pool = next(item.node.pool for item in placed if item.need.name == "environments")
+    environments = RemoteEnvironments(
+        lambda: [node.id for node in cluster.nodes() if node.pool == pool],
+        lambda node: Remote(f"environments on {node[:8]}", worker_name(recipe, Role.ENVIRONMENT),
+                            Role.ENVIRONMENT.value, {"recipe": common["recipe"]}, lambda: cluster.on_node(node),
+                            EnvironmentFailed, **limits), 0.9 * recipe.rollout.open_seconds)
+    stack.push_async_callback(environments.close)
+    async with asyncio.TaskGroup() as starting:
+        for part in (trainer, environments, *[engine.remote for engine in engines]):
+            starting.create_task(part.start())
+    if checkpoint:
+        await trainer.load(checkpoint)
+    evaluating = [engine for engine in engines if engine.pool == "eval" and engine.id == "eval"]
+    training = [engine for engine in engines if engine not in evaluating]
+    return Parts(trainer, training, evaluating, environments, RemoteCluster(engines))
+
+
+async def reward_workers(stack: AsyncExitStack, recipe: Recipe, cluster: Any) -> RewardWorkers:
+    """One reward worker on each node of its pool."""
+    from rollart.backends.ray.remote import Remote
+
+    placed, _ = plan(recipe, cluster.nodes())
+    limits = {"start_seconds": recipe.cluster.start_seconds, "silent_seconds": recipe.cluster.silent_seconds}
+    remotes = [Remote(f"rewards on {item.node.id[:8]}", worker_name(recipe, Role.REWARD), Role.REWARD.value,
+                      {"recipe": recipe.to_json()}, lambda node=item.node.id: cluster.on_node(node), ScorerFailed,
+                      **limits) for item in placed if item.need.name == "rewards"]
+    for remote in remotes:
+        stack.push_async_callback(remote.close)
+    await asyncio.gather(*[remote.start() for remote in remotes])
+    return RewardWorkers(remotes, recipe.reward.score_seconds, recipe.reward.retries)
+
+
+class RewardWorkers:
+    """The place `workers` of rewards: the live worker with the fewest calls scores, another one after a loss."""
+
+    def __init__(self, remotes: Sequence[Any], seconds: float, retries: int) -> None:
+        self._remotes, self._seconds, self._retries = list(remotes), seconds, retries
+        self._busy = dict.fromkeys(range(len(remotes)), 0)
+
+    async def score(self, request: RewardRequest) -> Score:
+        for attempt in range(self._retries + 1):
+            live = [i for i, remote in enumerate(self._remotes) if remote.dead is None]
+            if not live:
+                raise ScorerFailed(f"{request.id}: every reward worker is lost")
+            chosen = min(live, key=lambda i: (self._busy[i], i))
+            self._busy[chosen] += 1
+            try:
+                async with asyncio.timeout(self._seconds):
+                    return await self._remotes[chosen].call("score", request)
+            except (ScorerFailed, TimeoutError) as failed:
+                if attempt == self._retries:
+                    raise ScorerFailed(str(failed) or f"{request.id}: no score within {self._seconds:g} s") from None
+            finally:
+                self._busy[chosen] -= 1
+        raise AssertionError("unreachable")
+
+    async def probe(self, request: RewardRequest) -> None:
+        """The workers' start has imported every function."""
+
+    async def close(self) -> None:
+        pass
+
+
+def _source(policy: Policy, recipe: Recipe) -> Any:
+    """How an actor gets the model: a folder that every node sees, or the files, in the object store once."""
+    import ray
+
+    from rollart.backends.ray.host import Shared
+    from rollart.backends.torch.checkpoint import save_model
+    from rollart.workers import pack
+
+    if policy.folder is not None and cache_folder() not in policy.folder.parents:
+        return str(policy.folder.resolve())
+    with tempfile.TemporaryDirectory() as made:
+        if policy.folder is None:
+            save_model(policy.model, made, policy.chat)
+        return Shared(ray.put(pack(policy.folder or Path(made))))
+
+
+def check_cluster(recipe: Recipe, policy: Policy) -> None:
+    """What the model says about the cluster. Raises ConfigError before anything is started."""
+    for name, pool in recipe.pools.items():
+        ways, heads = pool.tensor_parallel, policy.config.heads
+        if heads % ways:
+            raise ConfigError(f"pools.{name}.tensor_parallel = {ways} does not divide the model's {heads} attention "
+                              f"heads: set a divisor of {heads}")
+
+
+def with_address(recipe: Recipe, address: str) -> Recipe:
+    return dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, address=address))
