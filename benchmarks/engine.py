@@ -25,7 +25,7 @@ from rollart.backends.torch.checkpoint import save_model
 from rollart.backends.torch.engine import EmbeddedEngine
 from rollart.backends.torch.settings import EngineSettings, SmallModel
 from rollart.backends.torch.transformer import Transformer, small_model
-from rollart.backends.torch.weights import MemoryWeights
+from rollart.backends.weights.memory import MemoryWeights
 from rollart.core.tokens import ids, join
 from rollart.core.types import GenerateRequest, TrajectoryId
 

@@ -35,7 +35,7 @@ from rollart.backends.torch.losses import ActionTokens, policy_loss
 from rollart.backends.torch.optimizer import make_optimizer
 from rollart.backends.torch.settings import LearnerSettings, SmallModel
 from rollart.backends.torch.transformer import Transformer, small_model
-from rollart.backends.torch.weights import MemoryWeights
+from rollart.backends.weights.memory import MemoryWeights
 from rollart.core.tokens import floats, ids
 from rollart.core.types import Sample, TrainBatch, TrajectoryId
 

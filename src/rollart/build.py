@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
-import inspect
 import json
-import os
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -22,8 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollart.backends.process.environments import ProcessEnvironments
 from rollart.backends.scorers import Scorers, open_scorers
+from rollart.build_ray import (
+    check_model,
+    domain_pools,
+    open_cluster,
+    plan,
+    ray_parts,
+    reward_workers,
+    uses_reward_workers,
+)
 from rollart.config.recipe import Recipe
 from rollart.control.env_manager import Services
 from rollart.control.evaluation import Evaluator
@@ -40,21 +44,18 @@ from rollart.core.clock import draw, now
 from rollart.core.errors import ConfigError, InvariantViolated, RollArtError, RunError, first_error
 from rollart.core.events import Event, RewardsSampled, RunEnded, StepEnded
 from rollart.core.ports import EnvironmentPool, Trainer
-from rollart.core.tokens import Counted, floats, ids, join
-from rollart.core.types import Completion, EvalResult, Finish, Manifest, Restored, Version
-from rollart.envs.demonstrations import Demonstration, demonstrations
+from rollart.core.types import EvalResult, Manifest, Restored, Version
 from rollart.envs.latency import InjectedLatency
 from rollart.observe.invariants import Bounds, Invariants
 from rollart.observe.journal import Journal, Subscriber
 from rollart.observe.ledger import Ledger
 from rollart.observe.run_folder import RunFolder
+from rollart.parts import LocalCluster, Parts, local_parts, make_engine, make_environments
+from rollart.policy import Policy, Progress, context_tokens, first_policy, load_policy
 
 if TYPE_CHECKING:
-    from rollart.backends.torch.chat import Chat
-    from rollart.backends.torch.engine import EmbeddedEngine
-    from rollart.backends.torch.learner import TorchTrainer
-    from rollart.backends.torch.transformer import Transformer
-    from rollart.backends.torch.weights import MemoryWeights
+    from rollart.backends.ray.cluster import RayCluster
+
 
 class FolderCheckpoints:
     """The pipeline's Checkpoints in a run folder: the ledger first, the marker last."""
@@ -93,9 +94,7 @@ class Run:
     folder: RunFolder
     pipeline: Pipeline
     proxy: LLMProxy
-    environments: ProcessEnvironments
-    engines: Sequence[EmbeddedEngine]
-    trainer: TorchTrainer
+    parts: Parts
     ledger: Ledger
     journal: Journal
     restored: Restored | None
@@ -104,9 +103,9 @@ class Run:
     def snapshot(self) -> dict[str, Any]:
         """What `rollart status` shows of a live run."""
         buffer, rollout, time = self.pipeline.buffer, self.pipeline.rollout, now()
-        environments = self.environments.stats()
+        environments = self.parts.environments.stats()
         engines = []
-        for engine in self.engines:
+        for engine in self.parts.engines:
             stats = engine.stats()
             engines.append({"id": engine.id, "pool": engine.pool, "version": engine.version,
                             "state": engine.lost or "serves", "running": stats.running, "waiting": stats.waiting,
@@ -161,38 +160,30 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         if version > recipe.pipeline.steps:
             raise ConfigError(f"pipeline.steps = {recipe.pipeline.steps} is below the checkpoint's {version} steps: "
                               "set it higher")
-        scorer = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
-        stack.push_async_callback(scorer.close)
+        cluster = await _connect(stack, recipe) if recipe.cluster.address else None
+        scorer = await _scorers(stack, recipe, cluster)
         # Adapters belong to the model that the run began with; the checkpoint's own has them merged in.
         whole = checkpoint if not recipe.lora else None
         policy = load_policy(whole[1], recipe) if whole else await _in_thread(recipe, progress)
         copied = recipe.algorithm.reference == "copy"
-        reference = (await _in_thread(recipe, progress)).model if copied else None
+        reference = await _in_thread(recipe, progress) if copied else None
         restored = ledger.recover(version) if resume else None
 
         check = LedgerCheck(ledger)
         journal = Journal([_invariants(recipe), ledger, *subscribers(ledger), check])
-        context = _context(recipe, policy)
-        trainer, weights = _trainer(recipe, policy, reference)
-        stack.callback(trainer.close)
-        if checkpoint:
-            await trainer.load(checkpoint[1])
-        engines = [_engine(f"{pool}-{i}", pool, recipe, policy, weights)
-                   for pool, settings in recipe.pools.items() for i in range(settings.replicas)]
-        eval_engines = [_engine("eval", "eval", recipe, policy, weights)] if recipe.evaluation.tasks else []
-        for engine in (*engines, *eval_engines):
-            engine.start()
-            stack.push_async_callback(engine.close)
-        environments = _environments(recipe)
-        stack.push_async_callback(environments.close)
+        context = context_tokens(recipe, policy)
+        folder_or_none = checkpoint[1] if checkpoint else None
+        if cluster:
+            parts = await ray_parts(stack, recipe, policy, reference, folder_or_none, folder, cluster)
+        else:
+            parts = await local_parts(stack, recipe, policy, reference and reference.model, folder_or_none)
 
         changed = Changed()
-        affinity = {domain: pool for pool, settings in recipe.pools.items() for domain in settings.domains}
         rollout_settings = dataclasses.replace(recipe.rollout, context_tokens=context)
-        proxy = LLMProxy(engines, affinity, journal=journal, changed=changed, full=recipe.engine.max_concurrent)
+        proxy = LLMProxy(parts.engines, domain_pools(recipe), journal=journal, changed=changed, full=recipe.engine.max_concurrent)
         schedule = recipe.schedule.schedule
         services = Services(
-            proxy=proxy, environments=_with_latency(recipe, environments), renderer=policy.chat, scorer=scorer,
+            proxy=proxy, environments=_with_latency(recipe, parts.environments), renderer=policy.chat, scorer=scorer,
             journal=journal, settings=rollout_settings, sampling=recipe.sampling, seed=draw(recipe.seed, "rollout"),
             wave=Wave(changed, rollout_settings.stall_seconds) if schedule.turn_barrier else None)
         buffer = SampleBuffer(batch_groups=rollout_settings.batch_groups, alpha=recipe.schedule.bound,
@@ -201,18 +192,16 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         tasks = TaskMix({name: Share(entry.weight, partial(recipe.domain(name).task, split="train"))
                          for name, entry in recipe.domains.items()}, draw(recipe.seed, "tasks"))
         rollout = RolloutScheduler(services, buffer, tasks, changed)
-        sync = WeightSync(trainer, proxy, journal)
-        cluster = LocalCluster([*engines, *eval_engines])
-        supervisor = Supervisor(cluster, proxy, sync, changed)
+        sync = WeightSync(parts.trainer, proxy, journal)
+        supervisor = Supervisor(parts.cluster, proxy, sync, changed, max_restarts=recipe.cluster.max_restarts)
         pipeline = Pipeline(recipe.pipeline, algo=recipe.algorithm, buffer=buffer, changed=changed, rollout=rollout,
-                            sync=sync, supervisor=supervisor, trainer=trainer, tasks=tasks, journal=journal,
+                            sync=sync, supervisor=supervisor, trainer=parts.trainer, tasks=tasks, journal=journal,
                             checkpoints=FolderCheckpoints(folder, ledger, recipe.keep_checkpoints),
-                            evaluator=_evaluator(recipe, services, eval_engines, environments, changed, cluster))
+                            evaluator=_evaluator(recipe, services, parts, changed))
         check.rollout, check.before = rollout, ledger.counts()["dispatched"]
         if checkpoint and pipeline.evaluator:
             pipeline.evaluator.number = json.loads((checkpoint[1] / "state.json").read_text())["evaluations"]
-        yield Run(recipe, folder, pipeline, proxy, environments, engines, trainer, ledger, journal, restored,
-                  scorer)
+        yield Run(recipe, folder, pipeline, proxy, parts, ledger, journal, restored, scorer)
 
 
 def _invariants(recipe: Recipe) -> Invariants:
@@ -243,41 +232,55 @@ def _with_latency(recipe: Recipe, pool: EnvironmentPool) -> EnvironmentPool:
     return InjectedLatency(pool, latencies, draw(recipe.seed, "latency")) if latencies else pool
 
 
-def _evaluator(recipe: Recipe, services: Services, engines: Sequence[EmbeddedEngine], environments: EnvironmentPool,
-               changed: Changed, cluster: LocalCluster | None = None) -> Evaluator | None:
+def _evaluator(recipe: Recipe, services: Services, parts: Parts, changed: Changed) -> Evaluator | None:
     """Evaluation plays the domains as they are, without injected latency, on an engine of its own."""
-    if not engines:
+    if not parts.eval_engines:
         return None
-    proxy = LLMProxy(engines, {}, journal=services.journal, changed=changed, wait_seconds=30.0)
-    own = dataclasses.replace(services, proxy=proxy, environments=environments, wave=None,
+    proxy = LLMProxy(parts.eval_engines, {}, journal=services.journal, changed=changed, wait_seconds=30.0)
+    own = dataclasses.replace(services, proxy=proxy, environments=parts.environments, wave=None,
                               sampling=recipe.evaluation.sampling)
     domains = [recipe.domain(name) for name in recipe.domains]
     tasks = [domain.task(i, "eval") for i in range(recipe.evaluation.tasks) for domain in domains]
-    return Evaluator(own, tasks, concurrent=recipe.evaluation.concurrent, cluster=cluster)
+    return Evaluator(own, tasks, concurrent=recipe.evaluation.concurrent, cluster=parts.cluster)
 
 
 async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[EvalResult, ...]:
     """Held-out success of a checkpoint folder, as `rollart eval` prints it."""
-    from rollart.backends.torch.weights import MemoryWeights
+    from rollart.backends.weights.memory import MemoryWeights
 
     recipe = dataclasses.replace(recipe, evaluation=dataclasses.replace(recipe.evaluation, tasks=tasks))
     policy = load_policy(folder, recipe)
     weights = MemoryWeights()
     manifest: Manifest = weights.put(0, policy.model.state_dict())
     async with AsyncExitStack() as stack:
-        engine = _engine("eval", "eval", recipe, policy, weights)
+        engine = make_engine("eval", "eval", recipe, policy, weights)
         engine.start()
         stack.push_async_callback(engine.close)
-        environments = _environments(recipe)
+        environments = make_environments(recipe)
         stack.push_async_callback(environments.close)
-        scorer = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
-        stack.push_async_callback(scorer.close)
-        journal = Journal([])
-        context = _context(recipe, policy)
-        services = Services(proxy=LLMProxy([engine], {}, journal=journal, changed=Changed()),
+        scorer = await _scorers(stack, recipe, None)
+        journal, changed = Journal([]), Changed()
+        services = Services(proxy=LLMProxy([engine], {}, journal=journal, changed=changed),
                             environments=environments, renderer=policy.chat, scorer=scorer, journal=journal,
-                            settings=dataclasses.replace(recipe.rollout, context_tokens=context),
+                            settings=dataclasses.replace(recipe.rollout, context_tokens=context_tokens(recipe, policy)),
                             seed=draw(recipe.seed, "eval"))
-        evaluator = _evaluator(recipe, services, [engine], environments, Changed())
+        evaluator = _evaluator(recipe, services, Parts(None, [], [engine], environments, LocalCluster([engine])),
+                               changed)
         assert evaluator is not None
         return await evaluator.run(manifest)
+
+
+async def _connect(stack: AsyncExitStack, recipe: Recipe) -> RayCluster:
+    """Join the cluster and see that everything fits, before anything else is begun. Raises ConfigError."""
+    check_model(recipe)
+    cluster = open_cluster(recipe)
+    stack.callback(cluster.close)
+    plan(recipe, cluster.nodes())
+    return cluster
+
+
+async def _scorers(stack: AsyncExitStack, recipe: Recipe, cluster: RayCluster | None) -> Scorers:
+    workers = await reward_workers(stack, recipe, cluster) if cluster and uses_reward_workers(recipe) else None
+    scorers = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward, workers)
+    stack.push_async_callback(scorers.close)
+    return scorers

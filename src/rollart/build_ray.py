@@ -7,7 +7,6 @@ happens. Waits for actors, each start under cluster.start_seconds.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -59,7 +58,7 @@ def uses_reward_workers(recipe: Recipe) -> bool:
 def domain_pools(recipe: Recipe) -> dict[str, str]:
     """Domain (or "default") to pool of engines: the recipe's `domains`, else what hw_mapping says of the engine worker.
 
-    A hardware pool of hw_mapping stands for the first pool of engines on it. Raises ConfigError for one without engines.
+    A hardware pool of hw_mapping stands for the first pool of engines on it. Raises ConfigError where there is none.
     """
     out = {domain: pool for pool, settings in recipe.pools.items() for domain in settings.domains}
     on = {settings.hardware: pool for pool, settings in reversed(list(recipe.pools.items()))}
@@ -191,14 +190,43 @@ def _source(policy: Policy, recipe: Recipe) -> Any:
         return Shared(ray.put(pack(policy.folder or Path(made))))
 
 
-def check_cluster(recipe: Recipe, policy: Policy) -> None:
-    """What the model says about the cluster. Raises ConfigError before anything is started."""
+def check_model(recipe: Recipe) -> None:
+    """What the model says about the cluster. Raises ConfigError."""
+    from rollart.backends.torch.checkpoint import load_config
+
+    heads = load_config(recipe.model.path).heads if recipe.model.path else recipe.model.small.heads
     for name, pool in recipe.pools.items():
-        ways, heads = pool.tensor_parallel, policy.config.heads
-        if heads % ways:
-            raise ConfigError(f"pools.{name}.tensor_parallel = {ways} does not divide the model's {heads} attention "
-                              f"heads: set a divisor of {heads}")
+        if heads % pool.tensor_parallel:
+            raise ConfigError(f"pools.{name}.tensor_parallel = {pool.tensor_parallel} does not divide the model's "
+                              f"{heads} attention heads: set a divisor of {heads}")
 
 
-def with_address(recipe: Recipe, address: str) -> Recipe:
-    return dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, address=address))
+def open_cluster(recipe: Recipe) -> Any:
+    """A connected RayCluster; the caller closes it. Raises ConfigError."""
+    if recipe.weights.carrier == "memory":
+        raise ConfigError("weights.carrier = 'memory' stays inside one process; on a cluster set it to 'file' (nodes "
+                          "that share weights.folder), 'collective' or 'mooncake'")
+    if recipe.lora:
+        raise ConfigError("[lora] is not there on a cluster yet: leave it out, or run without --ray")
+    try:
+        from rollart.backends.ray.cluster import RayCluster
+    except ImportError as missing:
+        raise ConfigError(f"--ray needs Ray ({missing}): pip install 'rollart[ray]'") from None
+    cluster = RayCluster(recipe.cluster)
+    cluster.connect()
+    return cluster
+
+
+def plan_lines(recipe: Recipe) -> list[str]:
+    """The plan, on the cluster at cluster.address, or (for none, and for local) on what [cluster.pools] describes.
+
+    Raises ConfigError.
+    """
+    check_model(recipe)
+    if recipe.cluster.address in ("", "local"):
+        return plan(recipe, planned_nodes(recipe))[1]
+    cluster = open_cluster(recipe)
+    try:
+        return plan(recipe, cluster.nodes())[1]
+    finally:
+        cluster.close()

@@ -1,7 +1,7 @@
 """The declarative face of a cluster: `import rollart.distributed as rdist`.
 
-A worker is a class; decorators say how its methods run over the workers of its role and which hardware they prefer. They
-only attach metadata: the composition root reads it, so the same class runs in one process or in actors.
+A worker is a class; decorators say how its methods run over the workers of its role and which hardware they prefer.
+They only attach metadata: the composition root reads it, so the same class runs in one process or in actors.
 """
 
 from rollart.distributed.api import Cluster, Role, Worker, affinity, hw_mapping, register, worker_class

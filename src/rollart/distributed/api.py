@@ -89,7 +89,8 @@ def affinity(kind: type) -> dict[str, str]:
     for method in sorted(name for owner in kind.__mro__ for name in vars(owner)):
         for domain, pool in (metadata(kind, method, "rollart_hw_affinity") or {}).items():
             if out.setdefault(domain, pool) != pool:
-                raise ConfigError(f"{kind.__name__}: hw_mapping binds {domain} to {out[domain]} and to {pool}: keep one")
+                raise ConfigError(f"{kind.__name__}: hw_mapping binds {domain} to {out[domain]} and to {pool}: keep "
+                                  "one")
     return out
 
 

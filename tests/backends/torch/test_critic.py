@@ -10,7 +10,7 @@ from test_pieces import CPU, LEARNER, model, samples
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.torch.critic import Critic, Estimate, _advantages
 from rollart.backends.torch.learner import TorchTrainer
-from rollart.backends.torch.weights import MemoryWeights
+from rollart.backends.weights.memory import MemoryWeights
 from rollart.core.errors import TrainerLost
 from rollart.core.tokens import floats, ids
 from rollart.core.types import Sample, TrainBatch, TrajectoryId

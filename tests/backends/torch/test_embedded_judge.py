@@ -12,7 +12,7 @@ from rollart.backends.torch.engine import EmbeddedEngine
 from rollart.backends.torch.settings import EngineSettings, SmallModel, WarmStartSettings
 from rollart.backends.torch.transformer import small_model
 from rollart.backends.torch.warm_start import imitate
-from rollart.backends.torch.weights import MemoryWeights
+from rollart.backends.weights.memory import MemoryWeights
 from rollart.core.tokens import join
 from rollart.core.types import GenerateRequest, Message, Sampling, TrajectoryId
 from rollart.rewards.settings import ElasticSettings, RewardSettings

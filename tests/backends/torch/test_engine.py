@@ -9,7 +9,7 @@ import torch
 from rollart.backends.torch.engine import EmbeddedEngine
 from rollart.backends.torch.settings import EngineSettings, SmallModel
 from rollart.backends.torch.transformer import small_model
-from rollart.backends.torch.weights import MemoryWeights, checksum
+from rollart.backends.weights.memory import MemoryWeights, checksum
 from rollart.core.errors import ConfigError, EngineLost, InvariantViolated
 from rollart.core.tokens import ids, join
 from rollart.core.types import Finish, GenerateRequest, Manifest, Sampling, TrajectoryId

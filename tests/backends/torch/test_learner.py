@@ -18,7 +18,7 @@ from rollart.backends.torch.scoring import action_logprobs, pack_sequences
 from rollart.backends.torch.settings import LearnerSettings, SmallModel
 from rollart.backends.torch.threads import choose_device
 from rollart.backends.torch.transformer import small_model
-from rollart.backends.torch.weights import MemoryWeights
+from rollart.backends.weights.memory import MemoryWeights
 from rollart.core.clock import stream
 from rollart.core.errors import ConfigError, InvariantViolated, TrainerLost
 from rollart.core.tokens import floats, ids

@@ -15,7 +15,7 @@ from rollart.backends.torch.scoring import action_logprobs, pack_sequences
 from rollart.backends.torch.settings import EngineSettings, LearnerSettings, WarmStartSettings
 from rollart.backends.torch.transformer import small_model
 from rollart.backends.torch.warm_start import imitate
-from rollart.backends.torch.weights import MemoryWeights
+from rollart.backends.weights.memory import MemoryWeights
 from rollart.core.tokens import floats, ids, join
 from rollart.core.types import GenerateRequest, Sample, TrainBatch, TrajectoryId
 

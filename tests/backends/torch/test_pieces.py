@@ -16,7 +16,7 @@ from rollart.backends.torch.losses import ActionTokens, approximated, policy_los
 from rollart.backends.torch.settings import LearnerSettings, SmallModel
 from rollart.backends.torch.step import StepWork, share_of
 from rollart.backends.torch.transformer import small_model
-from rollart.backends.torch.weights import MemoryWeights
+from rollart.backends.weights.memory import MemoryWeights
 from rollart.core.tokens import floats, ids
 from rollart.core.types import Sample, TrainBatch, TrajectoryId
 

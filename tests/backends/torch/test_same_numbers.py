@@ -12,7 +12,7 @@ from rollart.algo.settings import AlgoSettings
 from rollart.backends.torch.learner import TorchTrainer
 from rollart.backends.torch.settings import LearnerSettings, SmallModel
 from rollart.backends.torch.transformer import small_model
-from rollart.backends.torch.weights import MemoryWeights
+from rollart.backends.weights.memory import MemoryWeights
 from rollart.core.tokens import floats, ids
 from rollart.core.types import (
     Completion,

@@ -16,17 +16,17 @@ from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-import ray  # noqa: E402
-from ray.exceptions import GetTimeoutError  # noqa: E402
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # noqa: E402
-from ray.util.scheduling_strategies import (  # noqa: E402
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
 
-from rollart.backends.ray.settings import ClusterSettings  # noqa: E402
-from rollart.core.errors import ConfigError, NoCapacity  # noqa: E402
-from rollart.distributed.placement import Node  # noqa: E402
+from rollart.backends.ray.settings import ClusterSettings
+from rollart.core.errors import ConfigError, NoCapacity
+from rollart.distributed.placement import Node
 
 CONNECT_SECONDS = 10.0
 STORE_BYTES = 200_000_000  # of each logical node's object store

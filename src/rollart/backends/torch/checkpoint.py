@@ -20,7 +20,7 @@ from torch import Tensor
 from rollart.backends.torch.lora import plain_state
 from rollart.backends.torch.shapes import ModelConfig
 from rollart.backends.torch.transformer import Transformer
-from rollart.backends.torch.weights import load_into
+from rollart.backends.weights.memory import load_into
 from rollart.core.errors import ConfigError
 
 

@@ -25,7 +25,7 @@ from rollart.backends.torch.settings import EngineSettings
 from rollart.backends.torch.threads import choose_device, claim
 from rollart.backends.torch.transformer import Transformer
 from rollart.backends.torch.turns import Batch, EngineStats, Parked, Running, answer, call_soon, ignore
-from rollart.backends.torch.weights import MemoryWeights
+from rollart.backends.weights.memory import MemoryWeights
 from rollart.core.errors import ConfigError, EngineLost, InvariantViolated
 from rollart.core.types import Completion, Finish, GenerateRequest, Manifest, TrajectoryId, Version
 

@@ -35,7 +35,7 @@ from rollart.backends.torch.settings import LearnerSettings, LoraSettings
 from rollart.backends.torch.step import Rows, StepWork
 from rollart.backends.torch.threads import choose_device, claim
 from rollart.backends.torch.transformer import Transformer
-from rollart.backends.torch.weights import MemoryWeights, load_into
+from rollart.backends.weights.memory import MemoryWeights, load_into
 from rollart.core.clock import draw, stream
 from rollart.core.errors import ConfigError, InvariantViolated, TrainerLost
 from rollart.core.types import Manifest, Sample, StepReport, TrainBatch, Version

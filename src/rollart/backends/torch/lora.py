@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rollart.backends.torch.settings import LoraSettings
-from rollart.backends.torch.weights import MemoryWeights, checksum
+from rollart.backends.weights.memory import MemoryWeights, checksum
 from rollart.core.errors import ConfigError
 from rollart.core.types import Manifest
 

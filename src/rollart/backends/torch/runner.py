@@ -18,7 +18,7 @@ from torch import Tensor
 from rollart.backends.torch.moe import Experts, Routing
 from rollart.backends.torch.shapes import ModelConfig
 from rollart.backends.torch.transformer import Transformer, rotary, rotate
-from rollart.backends.torch.weights import load_into
+from rollart.backends.weights.memory import load_into
 
 
 class _Norm:

@@ -1,4 +1,4 @@
-"""The hand-over of weights from learner to engines inside one process.
+"""Carrier `memory`: the hand-over of weights from learner to engines inside one process.
 
 Keeps true: what an engine reads is what the learner published, whole or not at all (T9): `put` clones, `get` returns
 exactly the tensors under the manifest's checksum, `load_into` checks every name and shape before it writes anything.
@@ -92,3 +92,7 @@ class MemoryWeights:
         """Forget these weights. Dropping what is not held changes nothing."""
         with self._lock:
             self._held.pop(manifest.location, None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._held.clear()

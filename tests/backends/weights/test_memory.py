@@ -5,7 +5,7 @@ import torch
 
 from rollart.backends.torch.settings import SmallModel
 from rollart.backends.torch.transformer import small_model
-from rollart.backends.torch.weights import MemoryWeights, checksum, load_into
+from rollart.backends.weights.memory import MemoryWeights, checksum, load_into
 from rollart.core.errors import EngineLost
 
 TINY = SmallModel(layers=1, width=16, heads=2, kv_heads=1, mlp=16, vocabulary=32)
