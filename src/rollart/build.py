@@ -180,7 +180,8 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
 
         changed = Changed()
         rollout_settings = dataclasses.replace(recipe.rollout, context_tokens=context)
-        proxy = LLMProxy(parts.engines, domain_pools(recipe), journal=journal, changed=changed, full=recipe.engine.max_concurrent)
+        proxy = LLMProxy(parts.engines, domain_pools(recipe), journal=journal, changed=changed,
+                         full=recipe.engine.max_concurrent)
         schedule = recipe.schedule.schedule
         services = Services(
             proxy=proxy, environments=_with_latency(recipe, parts.environments), renderer=policy.chat, scorer=scorer,

@@ -44,7 +44,7 @@ class RayCluster:
         """ray.cluster_utils.Cluster, where it was started here."""
 
     def connect(self) -> None:
-        """Join the cluster at the settings' address, or start the local one. Raises ConfigError; then nothing is left."""
+        """Join the cluster at the settings' address, or start a local one. Raises ConfigError; nothing is left then."""
         address = self._settings.address
         if ray.is_initialized():
             raise ConfigError("this process uses a Ray cluster already: end that run first")
@@ -140,7 +140,7 @@ def _knock(address: str) -> None:
     """Raises OSError or ConfigError: Ray's own search for an absent head takes minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or "/" in address:
-        raise ConfigError(f"--ray takes local, auto or HOST:PORT of a Ray head (port 6379 by default); got {address!r}. "
-                          "Run the command on a node of the cluster; ray:// clients are not supported")
+        raise ConfigError(f"--ray takes local, auto or HOST:PORT of a Ray head (port 6379 by default); got {address!r}: "
+                          "run the command on a node of the cluster, ray:// clients are not supported")
     with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS):
         pass

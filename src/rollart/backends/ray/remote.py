@@ -74,8 +74,8 @@ class Remote:
             raise answer["error"]
         if answer["version"] != __version__:
             await self.close()
-            raise ConfigError(f"{self.name} runs rollart {answer['version']}, the driver {__version__}: install the same "
-                              "version on every node")
+            raise ConfigError(f"{self.name} runs rollart {answer['version']}, the driver {__version__}: install the "
+                              "same version on every node")
         self.pid, self.dead = answer["pid"], None
         self._polling = asyncio.create_task(self._poll(), name=f"poll {self.name}")
 

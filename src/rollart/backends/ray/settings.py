@@ -32,7 +32,8 @@ class ClusterSettings:
     address: host:port of a Ray head, auto (the one on this machine), local (start `pools` on this machine for this
     run), or empty: everything in one process, where the rest of this table means nothing.
     train, environments, evaluation, rewards: pools of the learner, of the environments, of the evaluation's engine and
-    of reward workers (empty: any; reward workers: beside the environments). Engines name theirs in [pools.NAME] hardware. pools: the hardware, by name.
+    of reward workers (empty: any; reward workers: beside the environments). Engines name theirs in [pools.NAME]
+    hardware. pools: the hardware, by name.
     workers: classes that take the place of the workers that ship, by role (ActorTrain, ActorGen, Reward,
     Environment), as module:Class.
     start_seconds: deadline for a role to be placed and to start. silent_seconds: an actor that answers nothing for so
