@@ -140,7 +140,7 @@ def _knock(address: str) -> None:
     """Raises OSError or ConfigError: Ray's own search for an absent head takes minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or "/" in address:
-        raise ConfigError(f"--ray takes local, auto or HOST:PORT of a Ray head (port 6379 by default); got {address!r}: "
+        raise ConfigError(f"--ray takes local, auto or the HOST:PORT of a Ray head (often port 6379); got {address!r}: "
                           "run the command on a node of the cluster, ray:// clients are not supported")
     with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS):
         pass
