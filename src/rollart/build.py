@@ -19,15 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollart.backends.scorers import Scorers, open_scorers
-from rollart.build_ray import (
-    check_model,
-    domain_pools,
-    open_cluster,
-    plan,
-    ray_parts,
-    reward_workers,
-    uses_reward_workers,
-)
+from rollart.build_ray import check_model, domain_pools, open_cluster, plan, ray_parts
 from rollart.config.recipe import Recipe
 from rollart.control.env_manager import Services
 from rollart.control.evaluation import Evaluator
@@ -161,7 +153,7 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
             raise ConfigError(f"pipeline.steps = {recipe.pipeline.steps} is below the checkpoint's {version} steps: "
                               "set it higher")
         cluster = await _connect(stack, recipe) if recipe.cluster.address else None
-        scorer = await _scorers(stack, recipe, cluster)
+        scorer = await _scorers(stack, recipe)
         # Adapters belong to the model that the run began with; the checkpoint's own has them merged in.
         whole = checkpoint if not recipe.lora else None
         policy = load_policy(whole[1], recipe) if whole else await _in_thread(recipe, progress)
@@ -259,7 +251,7 @@ async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[Eva
         stack.push_async_callback(engine.close)
         environments = make_environments(recipe)
         stack.push_async_callback(environments.close)
-        scorer = await _scorers(stack, recipe, None)
+        scorer = await _scorers(stack, recipe)
         journal, changed = Journal([]), Changed()
         services = Services(proxy=LLMProxy([engine], {}, journal=journal, changed=changed),
                             environments=environments, renderer=policy.chat, scorer=scorer, journal=journal,
@@ -280,8 +272,7 @@ async def _connect(stack: AsyncExitStack, recipe: Recipe) -> RayCluster:
     return cluster
 
 
-async def _scorers(stack: AsyncExitStack, recipe: Recipe, cluster: RayCluster | None) -> Scorers:
-    workers = await reward_workers(stack, recipe, cluster) if cluster and uses_reward_workers(recipe) else None
-    scorers = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward, workers)
+async def _scorers(stack: AsyncExitStack, recipe: Recipe) -> Scorers:
+    scorers = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
     stack.push_async_callback(scorers.close)
     return scorers

@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from rollart.config.recipe import Recipe
-from rollart.core.errors import ConfigError, EngineLost, EnvironmentFailed, ScorerFailed, TrainerLost
-from rollart.core.types import Score
+from rollart.core.errors import ConfigError, EngineLost, EnvironmentFailed, TrainerLost
 from rollart.distributed import Need, Node, Placed, Role, affinity, place, render_plan, worker_class
 from rollart.observe.run_folder import RunFolder
 from rollart.parts import Parts, engine_ids
 from rollart.policy import Policy, cache_folder
-from rollart.rewards.contract import RewardRequest
 
 WORKERS: dict[Role, str] = {
-    Role.ACTOR_TRAIN: "rollart.workers:LearnerWorker", Role.ACTOR_GEN: "rollart.workers:EmbeddedEngineWorker",
-    Role.ENVIRONMENT: "rollart.workers:EnvironmentsWorker", Role.REWARD: "rollart.workers:RewardWorker"}
+    Role.ACTOR_TRAIN: "rollart.workers:LearnerWorker", Role.ACTOR_GEN: "rollart.workers:EngineWorker",
+    Role.ENVIRONMENT: "rollart.workers:EnvironmentsWorker"}
 
 
 def worker_name(recipe: Recipe, role: Role) -> str:
@@ -45,14 +43,8 @@ def needs(recipe: Recipe) -> list[Need]:
         out.append(Need(id, Role.ACTOR_GEN, recipe.pools[pool].hardware, recipe.pools[pool].tensor_parallel))
     if recipe.evaluation.tasks:
         out.append(Need("eval", Role.ACTOR_GEN, recipe.cluster.evaluation))
-    if uses_reward_workers(recipe):
-        out.append(Need("rewards", Role.REWARD, recipe.cluster.rewards or recipe.cluster.environments, spread=True))
     out.append(Need("environments", Role.ENVIRONMENT, recipe.cluster.environments, spread=True))
     return out
-
-
-def uses_reward_workers(recipe: Recipe) -> bool:
-    return "workers" in (recipe.reward.where, *recipe.reward.places.values())
 
 
 def domain_pools(recipe: Recipe) -> dict[str, str]:
@@ -73,9 +65,6 @@ def domain_pools(recipe: Recipe) -> dict[str, str]:
 def plan(recipe: Recipe, nodes: Sequence[Node]) -> tuple[tuple[Placed, ...], list[str]]:
     """The placement and its lines. Raises ConfigError."""
     placed = place(needs(recipe), nodes)
-    for need in ("environments", "rewards")[: 1 + uses_reward_workers(recipe)]:
-        if not any(item.need.name == need for item in placed):
-            raise ConfigError(f"no node for {need}: the cluster has no nodes")
     pools = domain_pools(recipe)
     domains = {id: [d for d, own in pools.items() if own == pool] for id, pool in engine_ids(recipe)}
     return placed, render_plan(placed, domains)
@@ -128,52 +117,6 @@ async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, refer
     return Parts(trainer, training, evaluating, environments, RemoteCluster(engines))
 
 
-async def reward_workers(stack: AsyncExitStack, recipe: Recipe, cluster: Any) -> RewardWorkers:
-    """One reward worker on each node of its pool."""
-    from rollart.backends.ray.remote import Remote
-
-    placed, _ = plan(recipe, cluster.nodes())
-    limits = {"start_seconds": recipe.cluster.start_seconds, "silent_seconds": recipe.cluster.silent_seconds}
-    remotes = [Remote(f"rewards on {item.node.id[:8]}", worker_name(recipe, Role.REWARD), Role.REWARD.value,
-                      {"recipe": recipe.to_json()}, lambda node=item.node.id: cluster.on_node(node), ScorerFailed,
-                      **limits) for item in placed if item.need.name == "rewards"]
-    for remote in remotes:
-        stack.push_async_callback(remote.close)
-    await asyncio.gather(*[remote.start() for remote in remotes])
-    return RewardWorkers(remotes, recipe.reward.score_seconds, recipe.reward.retries)
-
-
-class RewardWorkers:
-    """The place `workers` of rewards: the live worker with the fewest calls scores, another one after a loss."""
-
-    def __init__(self, remotes: Sequence[Any], seconds: float, retries: int) -> None:
-        self._remotes, self._seconds, self._retries = list(remotes), seconds, retries
-        self._busy = dict.fromkeys(range(len(remotes)), 0)
-
-    async def score(self, request: RewardRequest) -> Score:
-        for attempt in range(self._retries + 1):
-            live = [i for i, remote in enumerate(self._remotes) if remote.dead is None]
-            if not live:
-                raise ScorerFailed(f"{request.id}: every reward worker is lost")
-            chosen = min(live, key=lambda i: (self._busy[i], i))
-            self._busy[chosen] += 1
-            try:
-                async with asyncio.timeout(self._seconds):
-                    return await self._remotes[chosen].call("score", request)
-            except (ScorerFailed, TimeoutError) as failed:
-                if attempt == self._retries:
-                    raise ScorerFailed(str(failed) or f"{request.id}: no score within {self._seconds:g} s") from None
-            finally:
-                self._busy[chosen] -= 1
-        raise AssertionError("unreachable")
-
-    async def probe(self, request: RewardRequest) -> None:
-        """The workers' start has imported every function."""
-
-    async def close(self) -> None:
-        pass
-
-
 def _source(policy: Policy, recipe: Recipe) -> Any:
     """How an actor gets the model: a folder that every node sees, or the files, in the object store once."""
     import ray
@@ -222,9 +165,11 @@ def plan_lines(recipe: Recipe) -> list[str]:
 
     Raises ConfigError.
     """
-    check_model(recipe)
     if recipe.cluster.address in ("", "local"):
+        if not recipe.model.path or Path(recipe.model.path).is_dir():  # a plan may be made far from the model
+            check_model(recipe)
         return plan(recipe, planned_nodes(recipe))[1]
+    check_model(recipe)
     cluster = open_cluster(recipe)
     try:
         return plan(recipe, cluster.nodes())[1]

@@ -64,8 +64,8 @@ class InProcess:
 class Scorers:
     """The Scorer of a run. Use `open_scorers`; `close` ends every place."""
 
-    def __init__(self, settings: RewardSettings, workers: Place | None = None) -> None:
-        self._settings, self._workers, self._opened = settings, workers, now()
+    def __init__(self, settings: RewardSettings) -> None:
+        self._settings, self._opened = settings, now()
         self._places: dict[str, Place] = {}  # by domain
         self._all: list[Place] = []
         self._callers: list[Caller] = []
@@ -158,10 +158,6 @@ class Scorers:
 
     async def _place(self, where: str, rewards: Mapping[str, str]) -> Place:
         settings = self._settings
-        if where == "workers":
-            if self._workers is None:
-                raise ConfigError("reward.where = 'workers' needs a cluster: run with --ray ADDRESS")
-            return self._workers
         if where == "in_process":
             return InProcess(rewards)
         if where == "processes":
@@ -182,13 +178,9 @@ class Scorers:
         return caller
 
 
-async def open_scorers(domains: Mapping[str, str], settings: RewardSettings,
-                       workers: Place | None = None) -> Scorers:
-    """`domains`: the reward's own name by domain; `workers`: the place of that name, which is closed with the others.
-
-    Probes each once. Raises ConfigError; then nothing is left open.
-    """
-    scorers = Scorers(settings, workers)
+async def open_scorers(domains: Mapping[str, str], settings: RewardSettings) -> Scorers:
+    """`domains`: the reward's own name by domain. Probes each once. Raises ConfigError; then nothing is left open."""
+    scorers = Scorers(settings)
     try:
         await scorers._open(domains, settings)
     except BaseException:

@@ -1,6 +1,6 @@
 """Workers, the clusters they form, and the decorators on their methods.
 
-    class MyEngine(EmbeddedEngineWorker):
+    class MyEngine(EngineWorker):
         @rdist.register(mode="execute_all")
         @rdist.hw_mapping(hw_affinity={"frozen_lake": "H800"}, default="H20")
         async def generate(self, request): ...
@@ -12,7 +12,9 @@ metadata of the one above it unless it has its own.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -56,25 +58,35 @@ def _attach(name: str, value: Any) -> Callable[[F], F]:
 
 
 class Worker:
-    """One process of a role. `spec` is plain data; heavy imports belong into `start`, which runs in the process.
-
-    `stats` are figures for status. Subclass a worker of `rollart.workers` to replace a part, and name the subclass in
-    the recipe: [cluster.workers] ActorGen = "my_module:MyEngine".
+    """One process of a role. `build` makes its part there (heavy imports belong into it); a method that the worker
+    does not have is the part's. `spec` is plain data. Subclass a worker of `rollart.workers` to replace a part, and
+    name the subclass in the recipe: [cluster.workers] ActorGen = "my_module:MyEngine".
     """
 
     role: ClassVar[Role]
+    part: Any = None
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.spec = spec
 
+    def build(self) -> Any:
+        """The part. Runs in a thread of the actor."""
+
     async def start(self) -> None:
-        """Build the part. Raises what stops it; the caller has a deadline."""
+        """Raises what stops it; the caller has a deadline."""
+        self.part = await asyncio.to_thread(self.build)
+        if start := getattr(self.part, "start", None):
+            start()
 
     async def close(self) -> None:
         """End what the worker started."""
+        closing = self.part.close() if hasattr(self.part, "close") else None
+        if inspect.isawaitable(closing):
+            await closing
 
     def stats(self) -> Mapping[str, Any]:
-        return {}
+        """Figures for status."""
+        return dataclasses.asdict(self.part.stats()) if hasattr(self.part, "stats") else {}
 
 
 def metadata(kind: type, method: str, name: str) -> Any:
@@ -116,8 +128,8 @@ class Handle(Protocol):
 class Cluster:
     """All workers of one role as one object: `await cluster.step(batch)` runs `step` as its `register` says.
 
-    Raises AttributeError for a method that is not registered, and the first worker's error; no call is left running
-    then: the others are awaited, so that ranks which wait for each other have ended too.
+    A method that is not registered runs on all. Raises the first worker's error; no call is left running then: the
+    others are awaited, so that ranks which wait for each other have ended too.
     """
 
     def __init__(self, kind: type[Worker], handles: Sequence[Handle]) -> None:
@@ -126,9 +138,7 @@ class Cluster:
         self.kind, self.handles = kind, tuple(handles)
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        mode = metadata(self.kind, method, "rollart_mode")
-        if mode is None:
-            raise AttributeError(f"{self.kind.__name__} has no registered method {method!r}")
+        mode = metadata(self.kind, method, "rollart_mode") or "execute_all"
 
         async def run(*arguments: Any) -> Any:
             if mode == "execute_rank_zero":

@@ -71,8 +71,7 @@ class ElasticSettings:
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
     """where: in_process (trivial rules only: it stops the control plane while it runs), processes, elastic (a local
-    platform that scales from and to zero), workers (the reward workers of a cluster), lambda:NAME, or the https:// URL
-    of a function. Empty: where the function
+    platform that scales from and to zero), lambda:NAME, or the https:// URL of a function. Empty: where the function
     was bound by `register_serverless`, else processes.
 
     places: the same for single domains, by name. functions: the reward of single domains by name, as module:function,
@@ -105,9 +104,9 @@ class RewardSettings:
 
 def check_place(where: str) -> None:
     """Raises ValueError for a place that there is not."""
-    if where in ("", "in_process", "processes", "elastic", "workers") or where.startswith(("http://", "https://")):
+    if where in ("", "in_process", "processes", "elastic") or where.startswith(("http://", "https://")):
         return
     if where.startswith("lambda:") and len(where) > len("lambda:"):
         return
-    raise ValueError(f"a reward runs in_process, in processes, elastic, in workers, at an https:// URL or as "
-                     f"lambda:NAME; got {where!r}")
+    raise ValueError(f"a reward runs in_process, in processes, elastic, at an https:// URL or as lambda:NAME; "
+                     f"got {where!r}")

@@ -7,15 +7,15 @@ import time
 
 import rollart.distributed as rdist
 from rollart.core.errors import ConfigError, EngineLost
-from rollart.workers import EmbeddedEngineWorker, LearnerWorker
+from rollart.workers import EngineWorker, LearnerWorker
 
 
-class MappedEngine(EmbeddedEngineWorker):
+class MappedEngine(EngineWorker):
     """Its decorator sends one domain to H20 and all others to H800."""
 
     @rdist.hw_mapping(hw_affinity={"calculator": "H20"}, default="H800")
     async def generate(self, request):
-        return await super().generate(request)
+        return await self.part.generate(request)
 
 
 class SlowLearner(LearnerWorker):
@@ -23,10 +23,10 @@ class SlowLearner(LearnerWorker):
 
     async def step(self, batch):
         await asyncio.sleep(0.5)
-        return await super().step(batch)
+        return await self.part.step(batch)
 
 
-class Broken(EmbeddedEngineWorker):
+class Broken(EngineWorker):
     async def start(self):
         raise ConfigError("this engine does not want to")
 

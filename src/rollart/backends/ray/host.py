@@ -73,7 +73,7 @@ class Host:
     async def _call(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         try:
             resolved = [await a.ref if isinstance(a, Shared) else a for a in arguments]
-            found = getattr(self._worker, method)
+            found = getattr(self._worker, method, None) or getattr(self._worker.part, method)
             if inspect.iscoroutinefunction(found):
                 answer = number, True, await found(*resolved)
             else:

@@ -31,11 +31,10 @@ class ClusterSettings:
 
     address: host:port of a Ray head, auto (the one on this machine), local (start `pools` on this machine for this
     run), or empty: everything in one process, where the rest of this table means nothing.
-    train, environments, evaluation, rewards: pools of the learner, of the environments, of the evaluation's engine and
-    of reward workers (empty: any; reward workers: beside the environments). Engines name theirs in [pools.NAME]
-    hardware. pools: the hardware, by name.
-    workers: classes that take the place of the workers that ship, by role (ActorTrain, ActorGen, Reward,
-    Environment), as module:Class.
+    train, environments, evaluation: pools of the learner, of the environments and of the evaluation's engine (empty:
+    any). Engines name theirs in [pools.NAME] hardware. pools: the hardware, by name.
+    workers: classes that take the place of those that ship, by role (ActorTrain, ActorGen, Environment), as
+    module:Class. Rewards have [reward] functions and places.
     start_seconds: deadline for a role to be placed and to start. silent_seconds: an actor that answers nothing for so
     long is lost. max_restarts: starts of one engine, or of the learner between two finished steps, before it is given
     up. redo_batches: batches since the last checkpoint that are kept, so that a lost learner can do their steps again
@@ -46,7 +45,6 @@ class ClusterSettings:
     train: str = ""
     environments: str = ""
     evaluation: str = ""
-    rewards: str = ""
     pools: Mapping[str, HardwarePool] = field(default_factory=dict)
     workers: Mapping[str, str] = field(default_factory=dict)
     start_seconds: float = 300.0
@@ -58,5 +56,6 @@ class ClusterSettings:
         for name in ("start_seconds", "silent_seconds", "max_restarts", "redo_batches"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
-        if unknown := sorted(set(self.workers) - {role.value for role in Role}):
-            raise ValueError(f"workers are named by role, {', '.join(Role)}; got {unknown[0]}")
+        roles = [role.value for role in Role if role is not Role.REWARD]
+        if unknown := sorted(set(self.workers) - set(roles)):
+            raise ValueError(f"workers are named by role, {', '.join(roles)}; got {unknown[0]}")

@@ -69,10 +69,13 @@ class RemoteTrainer:
         await self._try("retire", manifest)
 
     async def save(self, folder: Path) -> None:
-        await self._try("save", str(folder))
+        await self._try("save", folder)
 
     async def load(self, folder: Path) -> None:
-        self.version = (await self._ranks.load(str(folder)))[0]
+        """`folder` is the newest checkpoint."""
+        await self._ranks.load(folder)
+        newest = self._newest()
+        self.version = newest[0] if newest else 0
 
     async def close(self) -> None:
         await asyncio.gather(*[remote.close() for remote in self._remotes])
@@ -119,10 +122,10 @@ class RemoteTrainer:
 
     async def _redo(self) -> None:
         """From the newest checkpoint to where the learner stood."""
-        newest = self._newest()
-        at = 0
+        at, newest = 0, self._newest()
         if newest:
-            at = (await self._ranks.load(str(newest[1])))[0]
+            at = newest[0]
+            await self._ranks.load(newest[1])
         for version in range(at, self.version):
             if version not in self._kept:
                 raise TrainerLost(f"the learner is lost at version {self.version}; its newest checkpoint is {at}, and "
