@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.config.recipe import Recipe
+from rollart.control.mending import MendingTrainer
 from rollart.core.errors import ConfigError, EngineLost, EnvironmentFailed, TrainerLost
 from rollart.distributed import Need, Node, Placed, Role, affinity, place, render_plan, worker_class
 from rollart.observe.run_folder import RunFolder
@@ -90,10 +91,10 @@ async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, refer
 
     own = {"reference": _source(reference, recipe)} if reference else {}
     learner = await remote("learner", Role.ACTOR_TRAIN, TrainerLost, own)
-    trainer = RemoteTrainer(worker_class(worker_name(recipe, Role.ACTOR_TRAIN), Role.ACTOR_TRAIN), [learner],
-                            folder.newest_checkpoint, redo_batches=recipe.cluster.redo_batches,
-                            max_restarts=recipe.cluster.max_restarts)
-    stack.push_async_callback(trainer.close)
+    inner = RemoteTrainer(learner)
+    stack.push_async_callback(inner.close)
+    trainer = MendingTrainer(inner, folder.newest_checkpoint, redo_batches=recipe.cluster.redo_batches,
+                             max_restarts=recipe.cluster.max_restarts)
     ids = [*engine_ids(recipe), *([("eval", "eval")] if recipe.evaluation.tasks else [])]
     engines = [RemoteEngine(id, pool, await remote(id, Role.ACTOR_GEN, EngineLost, {"id": id, "pool": pool}))
                for id, pool in ids]
@@ -108,7 +109,7 @@ async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, refer
                             EnvironmentFailed, **limits), 0.9 * recipe.rollout.open_seconds)
     stack.push_async_callback(environments.close)
     async with asyncio.TaskGroup() as starting:
-        for part in (trainer, environments, *[engine.remote for engine in engines]):
+        for part in (inner, environments, *[engine.remote for engine in engines]):
             starting.create_task(part.start())
     if checkpoint:
         await trainer.load(checkpoint)

@@ -55,7 +55,12 @@ class LearnerWorker(RecipeWorker):
         from rollart.backends.weights import open_writer
 
         reference = self.policy("reference").model if "reference" in self.spec else None
-        return make_trainer(self.recipe, self.policy(), reference, open_writer(self.recipe.weights))
+        self._writer = open_writer(self.recipe.weights)
+        return make_trainer(self.recipe, self.policy(), reference, self._writer)
+
+    async def close(self) -> None:
+        await super().close()
+        self._writer.close()
 
 
 class EnvironmentsWorker(RecipeWorker):

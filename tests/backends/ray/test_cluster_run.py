@@ -169,18 +169,18 @@ def test_a_learner_killed_in_a_step_starts_again_and_does_its_steps_once_more(lo
 
     def act(run, event):
         if isinstance(event, BatchTaken) and event.version == 3 and not killed:
-            asyncio.get_running_loop().call_later(0.3, lambda: os.kill(run.parts.trainer._remotes[0].pid, 9))
+            asyncio.get_running_loop().call_later(0.3, lambda: os.kill(run.parts.trainer.inner.remote.pid, 9))
             killed.append(event.version)
 
     slow = 'workers = { ActorTrain = "ray_workers:SlowLearner" }'
     watch = Watch(act)
     run, _ = play(recipe(tmp_path, logical.address, steps=6, cluster=slow), tmp_path / "run", watch)
     assert killed == [3]
-    assert len(run.parts.trainer.recovery_seconds) == 1
+    assert len(run.parts.trainer.recoveries) == 1
     assert [e.version for _, e in watch.of(StepEnded)] == [1, 2, 3, 4, 5, 6], "each step ended once"
     assert [e.version for _, e in watch.of(CheckpointSaved)] == [2, 4, 6]
     assert not watch.of(EngineDown), "rollout went on"
-    print(f"learner: at version 3 again {run.parts.trainer.recovery_seconds[0]:.2f} s after its loss was noticed")
+    print(f"learner: at version 3 again {run.parts.trainer.recoveries[0]:.2f} s after its loss was noticed")
 
 
 def test_an_environment_node_that_leaves_costs_its_episodes_and_is_used_again_when_it_returns(logical, tmp_path):

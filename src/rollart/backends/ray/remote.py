@@ -103,17 +103,19 @@ class Remote:
 
     async def close(self) -> None:
         """End the actor: kindly, then by force. What is under way fails."""
-        actor, self._actor = self._actor, None
-        if actor is None:
-            return
-        alive = self.dead is None
-        self._end("closed")
-        if alive:
+        if self._actor is not None and self.dead is None:
             with suppress(RayError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
-                    await actor.close.remote()
-        with suppress(RayError):
-            ray.kill(actor)
+                    await self._actor.close.remote()
+        self.kill()
+
+    def kill(self) -> None:
+        """End the actor at once, without a word to its watchers."""
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            self._end("killed")
+            with suppress(RayError):
+                ray.kill(actor)
 
     def _post(self, method: str, arguments: tuple[Any, ...], number: int | None = None) -> int:
         self.calls += 1
