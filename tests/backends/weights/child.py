@@ -1,11 +1,9 @@
-"""One half of a carrier in a process of its own: a JSON line in, a JSON line out."""
+"""One half of a carrier in a process of its own."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from dataclasses import asdict
+import multiprocessing
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -16,63 +14,58 @@ from rollart.backends.weights.settings import WeightsSettings
 from rollart.core.errors import RollArtError
 from rollart.core.types import Manifest
 
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["torch", "torch.distributed", "rollart.backends.weights.memory"])
 
-def tensors(seed: int, mb: int = 4) -> dict[str, torch.Tensor]:
-    """About `mb` megabytes: odd sizes, several types, one tensor larger than a bucket of one megabyte."""
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    """About 4 megabytes: odd sizes, several types, one tensor larger than a bucket of one megabyte."""
     generator = torch.Generator().manual_seed(seed)
-    out = {"embed": torch.randn(mb * 100_000 + 3, generator=generator), "empty": torch.zeros(0, 3),
+    out = {"embed": torch.randn(400_003, generator=generator), "empty": torch.zeros(0, 3),
            "scalar": torch.tensor(float(seed)), "flags": torch.ones(7, dtype=torch.bool)}
-    return out | {f"layer.{i}": torch.randn(mb * 3_001, 7, generator=generator).to(torch.bfloat16).t()
-                  for i in range(13)}
+    return out | {f"layer.{i}": torch.randn(12_004, 7, generator=generator).to(torch.bfloat16).t() for i in range(13)}
 
 
 class Child:
-    """The process, seen from the test. Every answer has a deadline, and an error comes back as {"error": text}."""
+    """The process, seen from the test: `ask` has a deadline; an error comes back as text."""
 
     def __init__(self, half: str, settings: WeightsSettings) -> None:
-        self.process = subprocess.Popen([sys.executable, __file__, half, json.dumps(asdict(settings))], text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1)
+        self._end, other = _SERVER.Pipe()
+        self.process = _SERVER.Process(target=serve, args=(half, settings, other), daemon=True)
+        self.process.start()
 
-    def send(self, **command: Any) -> None:
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps(command) + "\n")
+    def send(self, *command: Any) -> None:
+        self._end.send(command)
 
-    def answer(self) -> Any:
-        assert self.process.stdout
-        while line := self.process.stdout.readline():
-            if line.startswith("{"):  # libraries write to stdout too
-                return json.loads(line)
-        raise AssertionError(f"the child ended with {self.process.wait(10)}")
+    def answer(self, seconds: float = 60.0) -> Any:
+        assert self._end.poll(seconds), f"no answer in {seconds:g} s"
+        return self._end.recv()
 
-    def get(self, manifest: Manifest) -> Any:
-        self.send(**asdict(manifest))
+    def ask(self, *command: Any) -> Any:
+        self.send(*command)
         return self.answer()
-
-    def put(self, version: int, seed: int) -> Manifest:
-        self.send(version=version, seed=seed)
-        return Manifest(**self.answer())
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.join(10)
 
 
-def main() -> None:
+def serve(half: str, settings: WeightsSettings, end: Connection) -> None:
     torch.set_num_threads(1)
-    settings = WeightsSettings(**json.loads(sys.argv[2]))
-    half = open_writer(settings) if sys.argv[1] == "writer" else open_reader(settings)
-    for line in sys.stdin:
-        command = json.loads(line)
+    side: Any = open_writer(settings) if half == "writer" else open_reader(settings)
+    while True:
+        command, = [end.recv()]
         try:
-            if sys.argv[1] == "writer":
-                answer = asdict(half.put(command["version"], tensors(command["seed"])))
+            if half == "writer":
+                end.send(side.put(command[0], tensors(command[1])))
             else:
-                answer = {"checksum": checksum(half.get(Manifest(**command)))}
+                end.send(checksum(side.get(*command)))
         except RollArtError as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
-    half.close()
+            end.send(f"{type(error).__name__}: {error}")
 
 
-if __name__ == "__main__":
-    main()
+def digest_of(seed: int) -> str:
+    return checksum(tensors(seed))
+
+
+__all__ = ["Child", "Manifest", "digest_of", "tensors"]

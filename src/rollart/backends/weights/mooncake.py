@@ -2,7 +2,7 @@
 
 Keeps true: keys are never used twice (a second put of a key would be ignored by the store); the header comes last, so
 a version is complete or absent; what is dropped is removed later, when its leases have run out, never on the hot path.
-A store that is restarted has forgotten everything: a put that meets it begins again, later ones go to it by themselves.
+A store that is restarted has forgotten everything: the newest version is pushed into it again, under the same keys.
 Waits for: the store, `deadline_seconds` for each answer and for it to come back.
 """
 
@@ -27,6 +27,7 @@ from rollart.backends.weights.settings import WeightsSettings
 from rollart.core.errors import ConfigError, EngineLost, TrainerLost
 from rollart.core.types import Manifest, Version
 
+HEAL_SECONDS = 2.0
 _LOCAL_BUFFER = 64 << 20
 _MEANS = {-200: "the store is full, or has no memory yet", -704: "not in the store: dropped, evicted, or lost with it",
           -900: "the store's master does not answer"}
@@ -101,44 +102,56 @@ class _Store:
 
 
 class MooncakeWriter:
-    """Its keys begin with a word that no other writer has; what it leaves behind when it dies, the store evicts."""
+    """Its keys begin with a word that no other writer has; what it leaves behind when it dies, the store evicts. It
+    keeps a copy of the newest version, and pushes it again into a store that has lost it."""
 
     def __init__(self, settings: WeightsSettings) -> None:
         self._settings, self._store = settings, _Store(settings, settings.segment_mb)
         self._own, self._number = f"rollart-{secrets.token_hex(6)}", itertools.count()
         self._held: dict[str, tuple[Version, int]] = {}  # by location: its number of buckets
         self._dropped: list[str] = []
+        self._newest: tuple[str, Header, Tensor] | None = None
+        self._lock, self._closing = threading.Lock(), threading.Event()
+        threading.Thread(target=self._watch, name="weights", daemon=True).start()
 
     def put(self, version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
-        plan = Plan(version, tensors, self._settings.bucket_mb)
-        try:
-            self._dropped = [key for key in self._dropped if not self._removed(key)]
-            manifest = self._store.persist(lambda: self._put(plan))
-        except StoreFailed as failed:
-            raise TrainerLost(f"weights of version {version} cannot be put into the Mooncake store at "
-                              f"{self._settings.address}: {failed}") from None
-        for location in [place for place, held in self._held.items() if held[0] == version]:
-            self._forget(location)
-        self._held[manifest.location] = version, len(plan.buckets)
+        plan, location = Plan(version, tensors, self._settings.bucket_mb), f"{self._own}/{version}-{next(self._number)}"
+        with self._lock:
+            data = torch.empty(plan.nbytes, dtype=torch.uint8)
+            raw = plan.header([plan.fill(i, data[low:high]) for i, (low, high) in enumerate(plan.buckets)])
+            manifest = plan.manifest(location, raw)
+            newest = location, Header.parse(raw, manifest), data
+            try:
+                self._dropped = [key for key in self._dropped if not self._removed(key)]
+                self._store.persist(lambda: self._push(*newest))
+            except StoreFailed as failed:
+                raise TrainerLost(f"weights of version {version} cannot be put into the Mooncake store at "
+                                  f"{self._settings.address}: {failed}") from None
+            for place in [place for place, held in self._held.items() if held[0] == version]:
+                self._forget(place)
+            self._held[location], self._newest = (version, len(plan.buckets)), newest
         return manifest
 
-    def _put(self, plan: Plan) -> Manifest:
-        buffer = torch.empty(max((end - start for start, end in plan.buckets), default=0), dtype=torch.uint8)
+    def _push(self, location: str, header: Header, data: Tensor) -> None:
+        """What the store has already, it leaves as it is."""
         pin = self._store.library.ReplicateConfig()
         pin.soft_pin_action = self._store.library.SoftPinAction.ENABLE
-        location, digests = f"{self._own}/{plan.version}-{next(self._number)}", []
-        self._store.start(lambda client: client.register_buffer(buffer.data_ptr(), len(buffer)))()
+        self._store.start(lambda client: client.register_buffer(data.data_ptr(), len(data)))()
         try:
-            for i, (start, end) in enumerate(plan.buckets):
-                digests.append(plan.fill(i, buffer[:end - start]))
-                self._store.start(lambda client, key=f"{location}/{i}", size=end - start:
-                                  client.put_from(key, buffer.data_ptr(), size, pin))()
-            header = plan.header(digests)
-            self._store.start(lambda client: client.put(f"{location}/header", header, pin))()
+            for i, (start, end) in enumerate(header.buckets):
+                self._store.start(lambda client, key=f"{location}/{i}", part=data[start:end]:
+                                  client.put_from(key, part.data_ptr(), len(part), pin))()
+            self._store.start(lambda client: client.put(f"{location}/header", header.raw, pin))()
         finally:
             with suppress(StoreFailed):
-                self._store.start(lambda client: client.unregister_buffer(buffer.data_ptr()))()
-        return plan.manifest(location, header)
+                self._store.start(lambda client: client.unregister_buffer(data.data_ptr()))()
+
+    def _watch(self) -> None:
+        while not self._closing.wait(HEAL_SECONDS):
+            with self._lock, suppress(StoreFailed):
+                if self._newest and not self._store.start(
+                        lambda client: client.is_exist(f"{self._newest[0]}/header"))():
+                    self._push(*self._newest)
 
     def _removed(self, key: str) -> bool:
         """Whether the store has forgotten it: it keeps what was read within its lease."""
@@ -156,10 +169,12 @@ class MooncakeWriter:
         self._forget(manifest.location)
 
     def close(self) -> None:
-        for location in list(self._held):
-            self._forget(location)
-        for key in self._dropped:
-            self._removed(key)
+        self._closing.set()
+        with self._lock:
+            for location in list(self._held):
+                self._forget(location)
+            for key in self._dropped:
+                self._removed(key)
         self._store.close()
 
 
