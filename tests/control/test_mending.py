@@ -54,8 +54,10 @@ class Fragile:
         await self._work(0.1)
 
     async def save(self, folder):
-        await self._work(1.0)
-        self.saved[len(self.seen)] = self.seen
+        seen = self.seen
+        assert folder.name == str(len(seen)), "the state of another version"
+        await self._work(7.0)
+        self.saved[len(seen)] = seen
 
     async def load(self, folder):
         self.seen = self.saved[int(folder.name)]
@@ -71,11 +73,11 @@ class Fragile:
 
 
 async def train(inner, steps, every, **settings):
-    """As the pipeline does: step; publish beside the next step; a checkpoint each `every` steps."""
+    """As the pipeline does: step; publish beside the next step; a checkpoint each `every` steps, beside it too."""
     def newest():
         return max(((v, Path(str(v))) for v in inner.saved), default=None)
     trainer = MendingTrainer(inner, newest, **settings)
-    syncing = None
+    syncing = saving = None
     for version in range(steps):
         report = await trainer.step(TrainBatch(version, ()))
         assert report.version == version + 1
@@ -83,8 +85,13 @@ async def train(inner, steps, every, **settings):
             await trainer.retire(await syncing)
         syncing = asyncio.create_task(trainer.publish(version + 1))
         if every and (version + 1) % every == 0:
-            await trainer.save(Path(str(version + 1)))
+            if saving:
+                await saving
+            saving = asyncio.create_task(trainer.save(Path(str(version + 1))))
+            await asyncio.sleep(0)
     await syncing
+    if saving:
+        await saving
     return trainer
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rollart.core.clock import now
 from rollart.core.errors import NoCapacity, TrainerLost
@@ -44,7 +44,8 @@ class MendingTrainer:
         self.version: Version = 0
         self._kept: dict[Version, TrainBatch] = {}
         self._mending, self._given_up = asyncio.Lock(), ""
-        self._life = self._restarts = self._publishing = 0
+        self._asked: list[tuple[Version, Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
+        self._life = self._restarts = 0
         self.recoveries: list[float] = []
         """Seconds that each took, from the word of the loss."""
 
@@ -59,17 +60,13 @@ class MendingTrainer:
         return report
 
     async def publish(self, version: Version) -> Manifest:
-        self._publishing += 1
-        try:
-            return await self._try(lambda: self.inner.publish(version), first=True)
-        finally:
-            self._publishing -= 1
+        return await self._at(version, lambda: self.inner.publish(version))
 
     async def retire(self, manifest: Manifest) -> None:
         await self._try(lambda: self.inner.retire(manifest))
 
     async def save(self, folder: Path) -> None:
-        await self._try(lambda: self.inner.save(folder))
+        await self._at(self.version, lambda: self.inner.save(folder))
 
     async def load(self, folder: Path) -> None:
         """`folder` is the newest checkpoint's."""
@@ -77,15 +74,25 @@ class MendingTrainer:
         newest = self._newest()
         self.version = newest[0] if newest else 0
 
-    async def _try(self, call: Callable[[], Awaitable[T]], *, first: bool = False) -> T:
-        """A call, repeated after each recovery. `first`: before others, for a step changes what there is to publish."""
+    async def _at(self, version: Version, call: Callable[[], Awaitable[T]]) -> T:
+        """What is asked of one version, beside the next step: a recovery asks it again when it comes by there."""
+        again: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        request = (version, call, again)
+        self._asked.append(request)
+        try:
+            return await self._try(call, again)
+        finally:
+            self._asked.remove(request)
+
+    async def _try(self, call: Callable[[], Awaitable[T]], again: asyncio.Future[T] | None = None) -> T:
+        """A call, repeated after each recovery unless that has its result already."""
         while True:
-            async with self._mending:
-                life = self._life
-            while life and not first and self._publishing:
-                await asyncio.sleep(0.01)
+            if self._mending.locked():
+                async with self._mending:
+                    pass
+            life = self._life
             try:
-                return await call()
+                return again.result() if again and again.done() else await call()
             except TrainerLost as lost:
                 await self._mend(life, str(lost))
 
@@ -119,5 +126,9 @@ class MendingTrainer:
             raise TrainerLost(f"the learner was lost at version {self.version}, its newest checkpoint is {at}, and the "
                               f"batch of step {missing[0]} is not kept any more (cluster.redo_batches)")
         await self.inner.restart(folder)
-        for version in range(at, self.version):
-            await self.inner.step(self._kept[version])
+        for version in range(at, self.version + 1):
+            for asked, call, again in list(self._asked):
+                if asked == version and not again.done():
+                    again.set_result(await call())
+            if version < self.version:
+                await self.inner.step(self._kept[version])
