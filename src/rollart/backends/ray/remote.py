@@ -107,13 +107,13 @@ class Remote:
             with suppress(RayError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self._actor.close.remote()
-        self.kill()
+        self.kill("closed")
 
-    def kill(self) -> None:
+    def kill(self, reason: str = "killed") -> None:
         """End the actor at once, without a word to its watchers."""
         actor, self._actor = self._actor, None
         if actor is not None:
-            self._end("killed")
+            self._end(reason)
             with suppress(RayError):
                 ray.kill(actor)
 
