@@ -62,7 +62,8 @@ class Experts(nn.Module):
         if self.norm_topk:
             weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
-        for expert in chosen.unique().tolist():
+        # With a gradient every expert takes part, if with no token: each has a gradient of 0 then, on every rank alike.
+        for expert in range(len(self.experts)) if torch.is_grad_enabled() else chosen.unique().tolist():
             rows, slots = torch.where(chosen == expert)
             mixed = self.experts[expert](x[rows]) * weights[rows, slots, None]
             out = out.index_add(0, rows, mixed.to(out.dtype))
