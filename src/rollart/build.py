@@ -168,7 +168,7 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         if cluster:
             parts = await ray_parts(stack, recipe, policy, reference, folder_or_none, folder, cluster)
         else:
-            parts = await local_parts(stack, recipe, policy, reference and reference.model, folder_or_none)
+            parts = await local_parts(stack, recipe, policy, reference, folder_or_none, folder.newest_checkpoint)
 
         changed = Changed()
         rollout_settings = dataclasses.replace(recipe.rollout, context_tokens=context)

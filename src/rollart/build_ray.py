@@ -18,7 +18,7 @@ from rollart.control.mending import MendingTrainer
 from rollart.core.errors import ConfigError, EngineLost, EnvironmentFailed, TrainerLost
 from rollart.distributed import Need, Node, Placed, Role, affinity, place, render_plan, worker_class
 from rollart.observe.run_folder import RunFolder
-from rollart.parts import Parts, engine_ids
+from rollart.parts import Parts, engine_ids, make_ranked
 from rollart.policy import Policy, cache_folder
 
 WORKERS: dict[Role, str] = {
@@ -27,7 +27,8 @@ WORKERS: dict[Role, str] = {
 
 
 def worker_name(recipe: Recipe, role: Role) -> str:
-    return recipe.cluster.workers.get(role.value, WORKERS[role])
+    shipped = "rollart.workers:RankWorker" if role is Role.ACTOR_TRAIN and recipe.learner.ranks > 1 else WORKERS[role]
+    return recipe.cluster.workers.get(role.value, shipped)
 
 
 def planned_nodes(recipe: Recipe) -> list[Node]:
@@ -39,13 +40,18 @@ def planned_nodes(recipe: Recipe) -> list[Node]:
 def needs(recipe: Recipe) -> list[Need]:
     """Every process of the run, the one that everything waits for first."""
     mapped = affinity(worker_class(worker_name(recipe, Role.ACTOR_TRAIN), Role.ACTOR_TRAIN))
-    out = [Need("learner", Role.ACTOR_TRAIN, recipe.cluster.train or mapped.get("default", ""))]
+    out = [Need(name, Role.ACTOR_TRAIN, recipe.cluster.train or mapped.get("default", ""))
+           for name in learner_names(recipe)]
     for id, pool in engine_ids(recipe):
         out.append(Need(id, Role.ACTOR_GEN, recipe.pools[pool].hardware, recipe.pools[pool].tensor_parallel))
     if recipe.evaluation.tasks:
         out.append(Need("eval", Role.ACTOR_GEN, recipe.cluster.evaluation))
     out.append(Need("environments", Role.ENVIRONMENT, recipe.cluster.environments, spread=True))
     return out
+
+
+def learner_names(recipe: Recipe) -> list[str]:
+    return [f"learner-{i}" for i in range(recipe.learner.ranks)] if recipe.learner.ranks > 1 else ["learner"]
 
 
 def domain_pools(recipe: Recipe) -> dict[str, str]:
@@ -77,7 +83,7 @@ async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, refer
     from rollart.backends.ray.engines import RemoteCluster, RemoteEngine
     from rollart.backends.ray.environments import RemoteEnvironments
     from rollart.backends.ray.remote import Remote
-    from rollart.backends.ray.trainer import RemoteTrainer
+    from rollart.backends.ray.trainer import ActorRank, RemoteTrainer
 
     placed, _ = plan(recipe, cluster.nodes())
     where = {item.need.name: item for item in placed if not item.need.spread}
@@ -89,10 +95,16 @@ async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, refer
         (options,) = await cluster.reserve([cluster.demand(item.node, item.need.units)], name)
         return Remote(name, worker_name(recipe, role), role.value, {**common, **spec}, lambda: options, lost, **limits)
 
-    own = {"reference": _source(reference, recipe)} if reference else {}
-    learner = await remote("learner", Role.ACTOR_TRAIN, TrainerLost, own)
-    inner = RemoteTrainer(learner)
-    stack.push_async_callback(inner.close)
+    own = {"reference": _source(reference, recipe)} if reference and recipe.learner.ranks == 1 else {}
+    learners = [await remote(name, Role.ACTOR_TRAIN, TrainerLost, own) for name in learner_names(recipe)]
+    for learner in learners:
+        stack.push_async_callback(learner.close)
+
+    async def launch(number: int) -> ActorRank:
+        await learners[number].start()
+        return ActorRank(learners[number])
+
+    inner = RemoteTrainer(learners[0]) if len(learners) == 1 else make_ranked(recipe, policy, reference, launch)
     trainer = MendingTrainer(inner, folder.newest_checkpoint, redo_batches=recipe.cluster.redo_batches,
                              max_restarts=recipe.cluster.max_restarts)
     ids = [*engine_ids(recipe), *([("eval", "eval")] if recipe.evaluation.tasks else [])]

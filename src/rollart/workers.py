@@ -1,7 +1,7 @@
 """The workers that ship: one process of each role, whose part is made from the recipe inside that process.
 
-Keeps true: the part is the same that runs in one process without Ray. `spec` is plain data: `recipe` (as `to_json` gives
-it), `model` and `reference` (a folder that every node sees, or the files of one), of an engine `id` and `pool`.
+Keeps true: the part is the same that runs in one process without Ray. `spec` is plain data: `recipe` (as `to_json`
+gives it), `model` and `reference` (a folder that every node sees, or the files of one), of an engine `id`, `pool`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from rollart.config.recipe import Recipe, from_tables
 from rollart.core.errors import ConfigError, EnvironmentFailed
-from rollart.core.ports import Environment
-from rollart.core.types import Action, Observation, Task
+from rollart.core.ports import Environment, Prefetching
+from rollart.core.types import Action, Manifest, Observation, Task
 from rollart.distributed.api import Role, Worker
 from rollart.parts import make_engine, make_environments, make_trainer
 from rollart.policy import Policy, load_policy
@@ -45,6 +45,10 @@ class EngineWorker(RecipeWorker):
         reader = open_reader(self.recipe.weights)
         return make_engine(self.spec["id"], self.spec["pool"], self.recipe, self.policy(), reader)
 
+    async def prefetch(self, manifest: Manifest) -> None:
+        if isinstance(self.part, Prefetching):
+            await self.part.prefetch(manifest)
+
 
 class LearnerWorker(RecipeWorker):
     """The learner, whole in one process, as the core's Trainer port."""
@@ -61,6 +65,26 @@ class LearnerWorker(RecipeWorker):
     async def close(self) -> None:
         await super().close()
         self._writer.close()
+
+
+class RankWorker(Worker):
+    """One rank of the learner; what it is to do comes from the RankedTrainer in the driver."""
+
+    role: ClassVar[Role] = Role.ACTOR_TRAIN
+
+    async def start(self) -> None:
+        from rollart.backends.torch.ranks import RankWorker as Rank
+
+        self.part = Rank()
+
+    def listen(self, host: str) -> str:
+        """As other nodes reach this one."""
+        import ray
+
+        return self.part.listen(ray.util.get_node_ip_address())
+
+    def begin(self, *arguments: Any) -> None:
+        self.part.start(*arguments)
 
 
 class EnvironmentsWorker(RecipeWorker):

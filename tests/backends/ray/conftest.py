@@ -1,4 +1,4 @@
-"""One Ray cluster of logical nodes for all tests here: 2 x H800, 1 x H20, and two plain hosts."""
+"""One Ray cluster of logical nodes for all tests here: 4 x H800, 1 x H20, and two plain hosts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Logical:
         self.address = self.cluster.address
 
     def add(self, name: str) -> None:
-        resources = {"H800": {"H800": 2}, "H20": {"H20": 1}}.get(name, {})
+        resources = {"H800": {"H800": 4}, "H20": {"H20": 1}}.get(name, {})
         self.nodes[name] = self.cluster.add_node(num_cpus=2, resources=resources, object_store_memory=150_000_000,
                                                  wait=False)
 

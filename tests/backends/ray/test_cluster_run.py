@@ -13,7 +13,6 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from helpers import rollart, tiny_recipe  # noqa: E402
-
 from rollart.build import open_run  # noqa: E402
 from rollart.config.recipe import load_recipe  # noqa: E402
 from rollart.core.errors import ConfigError  # noqa: E402
@@ -183,6 +182,24 @@ def test_a_learner_killed_in_a_step_starts_again_and_does_its_steps_once_more(lo
     print(f"learner: at version 3 again {run.parts.trainer.recoveries[0]:.2f} s after its loss was noticed")
 
 
+def test_a_rank_of_the_learner_killed_in_a_step_brings_all_ranks_back_at_the_same_version(logical, tmp_path):
+    killed = []
+
+    def act(run, event):
+        if isinstance(event, BatchTaken) and event.version == 3 and not killed:
+            killed.append(run.parts.trainer.inner.ranks[1].remote.pid)
+            asyncio.get_running_loop().call_later(0.02, lambda: os.kill(killed[0], signal.SIGKILL))
+
+    settings = recipe(tmp_path, logical.address, steps=6)
+    settings = replace(settings, learner=replace(settings.learner, ranks=2, rank_seconds=120.0))
+    watch = Watch(act)
+    run, _ = play(settings, tmp_path / "run", watch)
+    assert [e.version for _, e in watch.of(StepEnded)] == [1, 2, 3, 4, 5, 6]
+    assert len(run.parts.trainer.recoveries) == 1
+    assert not watch.of(EngineDown)
+    print(f"a rank of two: all at version 3 again {run.parts.trainer.recoveries[0]:.2f} s after the loss was noticed")
+
+
 def test_an_environment_node_that_leaves_costs_its_episodes_and_is_used_again_when_it_returns(logical, tmp_path):
     did = []
 
@@ -228,7 +245,7 @@ def test_a_role_that_cannot_start_ends_the_start_and_leaves_nothing(logical, tmp
     (["--ray", "127.0.0.1:1"], "no Ray cluster at '127.0.0.1:1'"),
     (["--ray", "ray://head:10001"], "ray:// clients are not supported"),
     (["--ray", "{address}", "--set", "cluster.train=H900"], "pool 'H900' has no nodes in this cluster"),
-    (["--ray", "{address}", "--set", "pools.decode.tensor_parallel=3"], "does not divide the model's 2 attention heads"),
+    (["--ray", "{address}", "--set", "pools.decode.tensor_parallel=3"], "does not divide the model's 2"),
     (["--ray", "{address}", "--set", "weights.carrier=memory"], "weights.carrier = 'memory' stays inside one process"),
     (["--ray", "{address}", "--set", "pools.decode.replicas=9"], "no node has 1 free units for decode-"),
 ])

@@ -29,6 +29,9 @@ class RemoteEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         return await self.remote.call("generate", request)
 
+    async def prefetch(self, manifest: Manifest) -> None:
+        await self.remote.call("prefetch", manifest)
+
     async def suspend(self) -> None:
         await self.remote.call("suspend")
 

@@ -6,6 +6,7 @@ Keeps true: a batch goes to the object store once. Waits for the workers, under 
 from __future__ import annotations
 
 import asyncio
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +52,22 @@ class RemoteTrainer:
 
 
 class ActorRank:
-    """One rank of a `RankedTrainer` in an actor."""
+    """One rank of a `RankedTrainer` in an actor; whoever made the remote closes it."""
 
     def __init__(self, remote: Remote) -> None:
         self.remote = remote
-        self._closing: asyncio.Task[None] | None = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        large = [Shared(ray.put(a)) if isinstance(a, bytes) else a for a in arguments]
-        return await self.remote.call(method, *large)
+        large = [_shared(a) if isinstance(a, bytes) else a for a in arguments]
+        return await self.remote.call("begin" if method == "start" else method, *large)
 
-    def close(self) -> None:
-        self._closing = asyncio.ensure_future(self.remote.close())
+    def close(self) -> None: ...
 
     def kill(self) -> None:
         self.remote.kill()
+
+
+@lru_cache(maxsize=1)
+def _shared(body: bytes) -> Shared:
+    """All ranks are given the same batch."""
+    return Shared(ray.put(body))
