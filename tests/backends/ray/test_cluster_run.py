@@ -9,14 +9,13 @@ import time
 from dataclasses import replace
 
 import pytest
+import ray
 
-ray = pytest.importorskip("ray")
-
-from helpers import rollart, tiny_recipe  # noqa: E402
-from rollart.build import open_run  # noqa: E402
-from rollart.config.recipe import load_recipe  # noqa: E402
-from rollart.core.errors import ConfigError  # noqa: E402
-from rollart.core.events import (  # noqa: E402
+from helpers import rollart, tiny_recipe
+from rollart.build import open_run
+from rollart.config.recipe import load_recipe
+from rollart.core.errors import ConfigError
+from rollart.core.events import (
     BatchTaken,
     CheckpointSaved,
     EngineDown,
@@ -25,7 +24,7 @@ from rollart.core.events import (  # noqa: E402
     TrajectoryStarted,
     TurnEnded,
 )
-from rollart.observe.run_folder import RunFolder  # noqa: E402
+from rollart.observe.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

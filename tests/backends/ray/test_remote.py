@@ -8,14 +8,13 @@ import signal
 import time
 
 import pytest
+import ray
 
-ray = pytest.importorskip("ray")
-
-from rollart.backends.ray.cluster import RayCluster  # noqa: E402
-from rollart.backends.ray.host import Shared  # noqa: E402
-from rollart.backends.ray.remote import Remote  # noqa: E402
-from rollart.backends.ray.settings import ClusterSettings  # noqa: E402
-from rollart.core.errors import ConfigError, EngineLost, NoCapacity  # noqa: E402
+from rollart.backends.ray.cluster import RayCluster
+from rollart.backends.ray.host import Shared
+from rollart.backends.ray.remote import Remote
+from rollart.backends.ray.settings import ClusterSettings
+from rollart.core.errors import ConfigError, EngineLost, NoCapacity
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -35,8 +35,9 @@ class RemoteEnvironments:
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
         self._watching: asyncio.Task[None] | None = None
-        self.lost_nodes = self.recoveries = 0
-        self.recovery_seconds: list[float] = []
+        self.lost_nodes = 0
+        self.recoveries: list[float] = []
+        """Seconds from each loss of a node's actor to its next start."""
         self._down: dict[str, float] = {}
         self._opened = self._failed = 0
 
@@ -119,7 +120,7 @@ class RemoteEnvironments:
             self._hosts[node] = host
             self._open[node] = 0
             if node in self._down:
-                self.recovery_seconds.append(now() - self._down.pop(node))
+                self.recoveries.append(now() - self._down.pop(node))
         except (NoCapacity, ConfigError):
             self._not_before[node] = now() + AGAIN_SECONDS
         finally:
