@@ -39,11 +39,9 @@ class TokenStats:
 
     @classmethod
     def of(cls, ranks: Sequence[Mapping[str, Tensor]]) -> TokenStats:
-        """Of several ranks together."""
-        stats = cls()
-        for name, part in (item for own in ranks for item in own.items()):
-            stats.rows.setdefault(name, []).append(part)
-        return stats
+        """Of several ranks together; some may have none."""
+        told = [own for own in ranks if own]
+        return cls({name: [own[name] for own in told] for name in (told[0] if told else ())})
 
     def metrics(self, cap: float) -> dict[str, float]:
         """Of all tokens that were added; nothing without any. `importance_capped`: share of tokens above `cap`.

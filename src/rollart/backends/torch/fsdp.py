@@ -7,9 +7,11 @@ process, and communicates nothing). Waits for: the other ranks, at most the proc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +23,8 @@ from rollart.backends.torch.transformer import Layer
 
 Value = TypeVar("Value")
 
-SHARDS = "shards"
-"""The folder of a checkpoint that holds the distributed part: weights, moments, critic."""
+OPTIMIZER, SHARDS = "optimizer.pt", "shards"
+"""What a checkpoint holds beside the policy's weights (moments, critic, version), from one process and from several."""
 BUCKET_BYTES = 256_000_000
 """Of whole tensors that rank 0 takes in at a time."""
 
@@ -43,7 +45,7 @@ class Alone:
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Each summed over the ranks, everywhere."""
-        return list(values)
+        return [math.fsum(column) for column in zip(*self.gather(values, everywhere=True), strict=True)]
 
     def gather(self, value: Value, everywhere: bool = False) -> list[Value]:
         """The value of every rank, on rank 0 or everywhere; elsewhere nothing."""
@@ -62,8 +64,13 @@ class Alone:
         return tensor.to(self.device)
 
     def read(self, state: dict[str, Any], folder: Path) -> None:
-        """Fill the tensors of `state` from a distributed checkpoint of any number of ranks. Raises ValueError where it
-        is not whole, or not of this model and algorithm."""
+        """Fill the tensors of `state` from a checkpoint of any number of ranks. Raises ValueError where it is not
+        whole, or not of this model and algorithm; OSError, RuntimeError."""
+        if not (folder / SHARDS).is_dir():
+            try:
+                return self._assign(state, torch.load(folder / OPTIMIZER, weights_only=True))
+            except UnpicklingError as error:
+                raise ValueError(f"{folder} holds no whole checkpoint: {error}") from error
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
@@ -72,6 +79,16 @@ class Alone:
         except CheckpointException as error:  # a BaseException with a page of traceback
             reason = next((str(inner) for inner, _ in error.failures.values()), "")
             raise ValueError(f"{folder / SHARDS} is not a whole checkpoint of this model: {reason}") from None
+
+    def _assign(self, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        for name, value in own.items():
+            if name not in saved:
+                raise ValueError(f"the checkpoint has no {name}: it was saved under another model or algorithm")
+            if isinstance(value, Mapping):
+                self._assign(value, saved[name])
+            else:
+                with torch.no_grad():
+                    value.copy_(self.part(saved[name]))
 
 
 class Sharded(Alone):
@@ -101,11 +118,6 @@ class Sharded(Alone):
         for own in [*(layer for layer in module.modules() if isinstance(layer, Layer)), module]:
             fully_shard(own, mesh=self._mesh, mp_policy=policy)
         module.to_empty(device=self.device)
-
-    def total(self, values: Sequence[float]) -> list[float]:
-        sums = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(sums)
-        return sums.tolist()  # type: ignore[no-any-return]
 
     def gather(self, value: Value, everywhere: bool = False) -> list[Value]:
         out: list[Any] = [None] * self.world

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TypeVar
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.torch.checkpoint import sync_folder
-from rollart.backends.torch.fsdp import SHARDS, Alone
+from rollart.backends.torch.fsdp import OPTIMIZER, Alone
 from rollart.backends.torch.lora import add_adapter, base_checksum, load_adapter, save_adapter
 from rollart.backends.torch.settings import LearnerSettings, LoraSettings
 from rollart.backends.torch.step import StepWork, check
@@ -133,24 +132,20 @@ class TorchTrainer:
         if self._lora is not None:
             save_adapter(self._model, folder, self._lora, self._base)
         base = {"base": base_checksum(self._model)} if self._lora is not None else {}
-        torch.save({"version": version, **base, **self._work.state()}, folder / "optimizer.pt")
+        torch.save(self._work.tensors(version) | base, folder / OPTIMIZER)
         sync_folder(folder)
 
     def _load(self, folder: Path) -> tuple[Version, dict[str, Tensor]]:
-        if (folder / SHARDS).is_dir() and self._lora is None:  # several ranks wrote it
-            tensors = self._work.tensors(0)
-            self._work.ranks.read(tensors, folder)
-            return int(tensors["version"]), self._work.snapshot()
+        tensors = self._work.tensors(0)
+        if self._lora is not None:
+            if torch.load(folder / OPTIMIZER, weights_only=True).get("base") != base_checksum(self._model):
+                raise TrainerLost(f"the adapter in {folder} was trained on another base model than this one: the "
+                                  "model folder or the warm start has changed since")
+            load_adapter(self._model, folder)
+        self._work.ranks.read(tensors, folder)
         try:
-            saved = torch.load(folder / "optimizer.pt", map_location=self._device, weights_only=True)
-            if self._lora is not None:
-                if saved.get("base") != base_checksum(self._model):
-                    raise TrainerLost(f"the adapter in {folder} was trained on another base model than this one: the "
-                                      "model folder or the warm start has changed since")
-                load_adapter(self._model, folder)
-            else:
+            if self._lora is None:
                 load_into(self._model, load_file(folder / "model.safetensors"))
-        except (UnpicklingError, SafetensorError) as error:
+        except SafetensorError as error:
             raise TrainerLost(f"{folder} holds no whole checkpoint: {error}") from error
-        self._work.restore(saved)
-        return saved["version"], self._work.snapshot()
+        return int(tensors["version"]), self._work.snapshot()

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.torch.checkpoint import read_model, sync_folder
-from rollart.backends.torch.fsdp import SHARDS, Sharded
+from rollart.backends.torch.fsdp import Sharded
 from rollart.backends.torch.settings import LearnerSettings
 from rollart.backends.torch.shapes import ModelConfig
 from rollart.backends.torch.step import StepWork, check
@@ -167,19 +167,12 @@ class RankWorker:
     @_in_turn
     def load(self, folder: str) -> Version:
         """Go on from what any number of ranks saved, or the learner of one process."""
-        path, work = Path(folder), self._work
-        if (path / SHARDS).is_dir():
-            tensors = work.tensors(0)
-            self._ranks.read(tensors, path)
-            version = int(tensors["version"])
-        else:
-            saved = torch.load(path / "optimizer.pt", weights_only=True)
-            self._fill(work.model, load_file(path / "model.safetensors"))
-            work.restore(saved)
-            version = saved["version"]
-        work.skipped, self._copies = 0, {}
-        self._stand(version)
-        return version
+        tensors = self._work.tensors(0)
+        self._ranks.read(tensors, Path(folder))
+        self._fill(self._work.model, load_file(Path(folder) / "model.safetensors"))
+        self._work.skipped, self._copies = 0, {}
+        self._stand(int(tensors["version"]))
+        return self._version
 
     def close(self) -> None:
         if self._writer is not None:

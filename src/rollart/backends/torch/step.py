@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,6 @@ from rollart.backends.torch.optimizer import apply_gradient, autocast, make_opti
 from rollart.backends.torch.scoring import Packed, action_logprobs, pack_sequences
 from rollart.backends.torch.settings import LearnerSettings
 from rollart.backends.torch.transformer import Transformer
-from rollart.backends.weights.memory import load_into
 from rollart.core.clock import stream
 from rollart.core.errors import ConfigError, TrainerLost
 from rollart.core.tokens import floats, ids
@@ -132,6 +131,7 @@ class StepWork:
         self.optimizer = self._optimizer(model)
         if reference is not None:
             ranks.place(reference.requires_grad_(False), settings.precision)
+        self._critic_optimizer = None
         if self.critic is not None:
             self.critic.body.checkpointing = settings.gradient_checkpointing
             ranks.place(self.critic, settings.precision)
@@ -168,6 +168,9 @@ class StepWork:
 
     def begin(self, batch: TrainBatch, share: float) -> None:
         """Forget the last step's figures; `share` of the learning rates. The critic looks at the whole batch."""
+        for optimizer in (self.optimizer, self._critic_optimizer):
+            if optimizer is not None:  # a step that was cut short may have left a gradient
+                optimizer.zero_grad(set_to_none=True)
         self._sums: Counter[str] = Counter()
         self._own: Counter[str] = Counter()  # of this rank's rows
         self._stats = TokenStats()
@@ -319,37 +322,8 @@ class StepWork:
         return self.ranks.whole(adapter_state(self.model) or self.model.state_dict())
 
     def tensors(self, version: Version) -> dict[str, Any]:
-        """All that a distributed checkpoint holds, in place: weights, moments and the version."""
-        parts: dict[str, tuple[torch.nn.Module, torch.optim.AdamW]] = {"policy": (self.model, self.optimizer)}
+        """All that a checkpoint holds beside the policy's weights, in place: what `Alone.read` fills."""
+        out = {"version": torch.tensor(version), "policy": moments(self.model, self.optimizer)}
         if self.critic is not None:
-            parts["critic"] = (self.critic, self._critic_optimizer)
-        return {"version": torch.tensor(version),
-                **{name: {"weights": module.state_dict(), "moments": moments(module, optimizer)}
-                   for name, (module, optimizer) in parts.items()}}
-
-    def state(self) -> dict[str, Any]:
-        """What `restore` needs beside the policy's weights."""
-        out: dict[str, Any] = {"state": self.optimizer.state_dict()["state"]}
-        if self.critic is not None:
-            out |= {"critic": self.critic.state_dict(), "critic_state": self._critic_optimizer.state_dict()["state"]}
+            out["critic"] = {"weights": self.critic.state_dict(), **moments(self.critic, self._critic_optimizer)}
         return out
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Raises ValueError for a checkpoint without the critic that this algorithm has."""
-        if self.critic is not None:
-            if "critic" not in saved:
-                raise ValueError("the checkpoint has no critic: it was saved under another algorithm.advantage")
-            load_into(self.critic, {name: self.ranks.part(whole) for name, whole in saved["critic"].items()})
-            self._moments(self.critic, self._critic_optimizer, saved["critic_state"])
-        self._moments(self.model, self.optimizer, saved["state"])
-
-    def _moments(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[int, Any]) -> None:
-        """Moments from the file; rates and decay are the settings', not the file's."""
-        moments(module, optimizer)
-        optimizer.zero_grad(set_to_none=True)
-        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            for name, own in optimizer.state[parameter].items():
-                if number in state:
-                    own.copy_(self.ranks.part(state[number][name]))
-                else:
-                    own.zero_()
