@@ -84,6 +84,7 @@ async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, refer
     from rollart.backends.ray.environments import RemoteEnvironments
     from rollart.backends.ray.remote import Remote
     from rollart.backends.ray.trainer import ActorRank, RemoteTrainer
+    from rollart.workers import RankWorker
 
     placed, _ = plan(recipe, cluster.nodes())
     where = {item.need.name: item for item in placed if not item.need.spread}
@@ -95,8 +96,9 @@ async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, refer
         (options,) = await cluster.reserve([cluster.demand(item.node, item.need.units)], name)
         return Remote(name, worker_name(recipe, role), role.value, {**common, **spec}, lambda: options, lost, **limits)
 
-    own = {"reference": _source(reference, recipe)} if reference and recipe.learner.ranks == 1 else {}
-    learners = [await remote(name, Role.ACTOR_TRAIN, TrainerLost, own) for name in learner_names(recipe)]
+    own = {"reference": _source(reference, recipe)} if reference else {}
+    learners = [await remote(name, Role.ACTOR_TRAIN, TrainerLost, {**own, "rank": rank})
+                for rank, name in enumerate(learner_names(recipe))]
     for learner in learners:
         stack.push_async_callback(learner.close)
 
@@ -104,7 +106,9 @@ async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, refer
         await learners[number].start()
         return ActorRank(learners[number])
 
-    inner = RemoteTrainer(learners[0]) if len(learners) == 1 else make_ranked(recipe, policy, reference, launch)
+    kind = worker_class(worker_name(recipe, Role.ACTOR_TRAIN), Role.ACTOR_TRAIN)
+    ranked = issubclass(kind, RankWorker)
+    inner = make_ranked(recipe, policy, reference, launch) if ranked else RemoteTrainer(kind, learners)
     trainer = MendingTrainer(inner, folder.newest_checkpoint, redo_batches=recipe.cluster.redo_batches,
                              max_restarts=recipe.cluster.max_restarts)
     ids = [*engine_ids(recipe), *([("eval", "eval")] if recipe.evaluation.tasks else [])]

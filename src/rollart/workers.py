@@ -1,7 +1,8 @@
 """The workers that ship: one process of each role, whose part is made from the recipe inside that process.
 
 Keeps true: the part is the same that runs in one process without Ray. `spec` is plain data: `recipe` (as `to_json`
-gives it), `model` and `reference` (a folder that every node sees, or the files of one), of an engine `id`, `pool`.
+gives it), `model` and `reference` (a folder that every node sees, or the files of one); an engine's `id`, `pool`, a
+learner's `rank` of recipe.learner.ranks.
 """
 
 from __future__ import annotations

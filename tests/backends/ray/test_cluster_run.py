@@ -167,7 +167,7 @@ def test_a_learner_killed_in_a_step_starts_again_and_does_its_steps_once_more(lo
 
     def act(run, event):
         if isinstance(event, BatchTaken) and event.version == 3 and not killed:
-            asyncio.get_running_loop().call_later(0.3, lambda: os.kill(run.parts.trainer.inner.remote.pid, 9))
+            asyncio.get_running_loop().call_later(0.3, lambda: os.kill(run.parts.trainer.inner.remotes[0].pid, 9))
             killed.append(event.version)
 
     slow = 'workers = { ActorTrain = "ray_workers:SlowLearner" }'
