@@ -113,6 +113,7 @@ def test_roles_and_domains_land_on_their_pools_and_everything_is_given_back(logi
     watch = Watch()
     run, _ = play(recipe(tmp_path, logical.address), tmp_path / "run", watch)
     assert watch.engines() == {"frozen_lake": {"prefill-0"}, "calculator": {"decode-0"}}
+    assert watch.of(StepEnded)[0][1].report.metrics["logprob_gap"] < 1e-4, "the engines have the learner's weights"
     assert run.parts.environments.stats().nodes == 0, "closed"
     assert idle(logical)
 
