@@ -7,8 +7,8 @@ import os
 import signal
 
 import pytest
-from helpers import tiny_recipe
 
+from helpers import tiny_recipe
 from rollart.build import open_run
 from rollart.config.recipe import load_recipe
 from rollart.core.events import BatchTaken, StepEnded
@@ -17,7 +17,8 @@ from rollart.observe.run_folder import RunFolder
 
 @pytest.mark.slow
 def test_a_killed_rank_costs_time_and_no_step(tmp_path):
-    extra = f'\n[learner]\nranks = 2\nrank_seconds = 120.0\n[weights]\ncarrier = "file"\nfolder = "{tmp_path}/weights"\n'
+    extra = (f'\n[learner]\nranks = 2\nrank_seconds = 120.0\n[weights]\ncarrier = "file"\n'
+             f'folder = "{tmp_path}/weights"\n')
     settings = load_recipe(tiny_recipe(tmp_path, steps=5, extra=extra), ["pipeline.checkpoint_every=2"])
 
     class Kill:
