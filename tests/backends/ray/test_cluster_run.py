@@ -167,6 +167,28 @@ def test_an_engine_killed_in_a_turn_is_started_again_in_place_and_the_run_goes_o
           f"{sum(down < at < up for at, _ in watch.of(StepEnded))} steps meanwhile")
 
 
+def test_domains_of_a_pool_whose_node_leaves_are_served_by_another_pool(logical, tmp_path):
+    did = []
+
+    def act(run, event):
+        if isinstance(event, StepEnded) and not did:
+            did.append("removed")
+            logical.remove("H20")
+        if isinstance(event, EngineDown) and event.engine == "decode-0":
+            did.append("down")
+        if isinstance(event, StepEnded) and "down" in did and watch.engines()["calculator"] == {"decode-0", "prefill-0"}:
+            run.pipeline.stop()
+
+    watch = Watch(act)
+    try:
+        run, _ = play(recipe(tmp_path, logical.address, steps=4000), tmp_path / "run", watch, ends=False)
+    finally:
+        logical.add("H20")
+        logical.cluster.wait_for_nodes()
+    assert run.proxy.routing.fallbacks > 0
+    assert watch.engines()["frozen_lake"] == {"prefill-0"}
+
+
 def test_a_learner_killed_in_a_step_starts_again_and_does_its_steps_once_more(logical, tmp_path):
     killed = []
 
