@@ -33,16 +33,19 @@ _MEANS = {-200: "the store is full, or has no memory yet", -704: "not in the sto
           -900: "the store's master does not answer"}
 
 
-def _own_address(address: str) -> str:
-    """This machine's address on the way to the master."""
-    host, _, port = address.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing
-        return str(probe.getsockname()[0])
-
-
 class StoreFailed(Exception):
     """An answer of the store below zero, or none."""
+
+
+def _own_address(address: str) -> str:
+    """This machine's address on the way to the master. Raises StoreFailed when nobody listens there: the library's
+    `setup` would hold the interpreter's lock for 90 s then."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=5.0) as probe:
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise StoreFailed(f"{_MEANS[-900]} ({error.strerror or error})") from None
 
 
 class _Store:
@@ -80,6 +83,8 @@ class _Store:
                 raise StoreFailed(f"no answer within {self._settings.deadline_seconds:g} s") from None
             if isinstance(value, int) and value < 0:
                 raise StoreFailed(f"{_MEANS.get(value, 'the store refused')} ({value})")
+            if value == b"":
+                raise StoreFailed("the memory that held it does not answer")
             return value
         return answer
 

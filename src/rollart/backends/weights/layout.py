@@ -1,0 +1,105 @@
+"""Names and layouts from learner to engine: pure functions of tensors under their Hugging Face names.
+
+Keeps true: `split(fuse(t)) == t`, `gather([shard(t, r, n) for r in range(n)]) == t`, `tie(untie(t)) == t`. An engine
+with fused matrices over several ranks takes `fuse(shard(t, rank, ranks, heads))`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+ROWS = {"q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"}
+KV_ROWS = {"k_proj", "v_proj"}
+COLUMNS = {"o_proj", "down_proj"}
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of attention: counts, and the width of one."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def _module(name: str) -> tuple[str, str, str]:
+    """`a.b.q_proj.weight` -> (`a.b.`, `q_proj`, `.weight`)."""
+    path, _, kind = name.rpartition(".")
+    stem, dot, module = path.rpartition(".")
+    return stem + dot, module, f".{kind}"
+
+
+def fuse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Query, key and value in one matrix, gate and up in one, rows after rows. Raises ValueError for a missing part."""
+    whole = {part: fused for fused, parts in FUSED.items() for part in parts}
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem, module, kind = _module(name)
+        fused = whole.get(module)
+        if fused is None:
+            out[name] = tensor
+        elif f"{stem}{fused}{kind}" not in out:
+            names = [f"{stem}{part}{kind}" for part in FUSED[fused]]
+            if missing := [part for part in names if part not in tensors]:
+                raise ValueError(f"missing tensors: {', '.join(missing)}, which belong into {stem}{fused}{kind}")
+            out[f"{stem}{fused}{kind}"] = torch.cat([tensors[part] for part in names])
+    return out
+
+
+def split(tensors: Mapping[str, Tensor], heads: Heads) -> dict[str, Tensor]:
+    """What `fuse` was given."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem, module, kind = _module(name)
+        parts = FUSED.get(module, ())
+        shares = [heads.heads, heads.kv_heads, heads.kv_heads] if module == "qkv_proj" else [1] * len(parts)
+        sizes = [len(tensor) * share // sum(shares) for share in shares]
+        out |= {f"{stem}{part}{kind}": piece for part, piece in zip(parts, tensor.split(sizes), strict=True)} if parts \
+            else {name: tensor}
+    return out
+
+
+def untie(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With an output head of its own name, for an engine that has one although the model ties it."""
+    return {**tensors, _HEAD: tensors[_EMBEDDING]}
+
+
+def tie(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without the output head. Raises ValueError when it is not the embedding."""
+    if _HEAD in tensors and not torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
+        raise ValueError(f"{_HEAD} is not {_EMBEDDING}: the model is not tied")
+    return {name: tensor for name, tensor in tensors.items() if name != _HEAD}
+
+
+def shard(tensors: Mapping[str, Tensor], rank: int, ranks: int, heads: Heads) -> dict[str, Tensor]:
+    """The part of tensor-parallel rank `rank`: heads, inner widths and vocabulary in `ranks` equal parts; where there
+    are fewer key-value heads than ranks, several ranks hold one. Raises ValueError when ranks do not divide them."""
+    if heads.heads % ranks or (heads.kv_heads % ranks and ranks % heads.kv_heads):
+        raise ValueError(f"{ranks} ranks must divide {heads.heads} heads, and divide or be a multiple of "
+                         f"{heads.kv_heads} key-value heads")
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        _, module, kind = _module(name)
+        parts = min(ranks, heads.kv_heads) if module in KV_ROWS else ranks
+        dim = 0 if module in ROWS | KV_ROWS else 1 if module in COLUMNS and kind == ".weight" else None
+        if dim is not None and tensor.shape[dim] % parts:
+            raise ValueError(f"{ranks} ranks must divide dimension {dim} of {name} {list(tensor.shape)}")
+        out[name] = tensor if dim is None else tensor.chunk(parts, dim)[rank * parts // ranks]
+    return out
+
+
+def gather(shards: Sequence[Mapping[str, Tensor]], heads: Heads) -> dict[str, Tensor]:
+    """What `shard` was given, from all ranks in order."""
+    out: dict[str, Tensor] = {}
+    for name, first in shards[0].items():
+        _, module, kind = _module(name)
+        step = max(1, len(shards) // heads.kv_heads) if module in KV_ROWS else 1
+        dim = 0 if module in ROWS | KV_ROWS else 1 if module in COLUMNS and kind == ".weight" else None
+        out[name] = first if dim is None else torch.cat([part[name] for part in shards[::step]], dim)
+    return out
