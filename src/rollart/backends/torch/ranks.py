@@ -106,7 +106,7 @@ class RankWorker:
         torch.set_num_threads(settings.threads or 1)
         host, _, port = address.rpartition(":")
         limit = timedelta(seconds=settings.rank_seconds)
-        store = self._store or dist.TCPStore(host, int(port), is_master=False, timeout=limit)
+        store = self._store if rank == 0 else dist.TCPStore(host, int(port), is_master=False, timeout=limit)
         self._rank, self._ranks = rank, Sharded(rank, world, store, choose_device(settings.device, rank), limit)
         given = [read_model(model) if isinstance(model, str) else model
                  for model in (spec.model, spec.reference) if model]
