@@ -1,0 +1,83 @@
+"""What a user may choose about vLLM engines and about servers that someone else started. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Eager = Literal["auto", "always", "never"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMSettings:
+    """One vLLM engine, with GPU wheels or the CPU build alike. Raises ValueError.
+
+    dtype: of weights and KV; auto takes the checkpoint's.
+    context_tokens: longest context with its completion, in tokens; 0 takes the model's. max_concurrent: trajectories
+        that run at once. prefill_chunk: most tokens of prefill and decode in one step.
+    kv_gb: memory of keys and values of one device, in GB (10^9 bytes); 0: on a CPU 1 GB, on a GPU what
+        gpu_memory_utilization leaves. gpu_memory_utilization: the engine's share of a GPU's memory, 0 to 1.
+    tensor_parallel: devices of one engine; it divides the model's heads.
+    eager: always: no compilation and no CUDA graphs (starts a minute earlier, decodes slower); auto: on a CPU only.
+    prefix_caching: keep the KV of ended turns for the next one; it is dropped with every new version.
+    threads: CPU threads of a CPU engine (0: vLLM's own choice, which pins one a core).
+    start_seconds: longest start. answer_seconds: longest wait for suspend, load or resume.
+    """
+
+    dtype: Dtype = "auto"
+    context_tokens: int = 0
+    max_concurrent: int = 64
+    prefill_chunk: int = 2048
+    kv_gb: float = 0.0
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel: int = 1
+    eager: Eager = "auto"
+    prefix_caching: bool = True
+    threads: int = 0
+    start_seconds: float = 600.0
+    answer_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in get_args(Dtype) or self.eager not in get_args(Eager):
+            raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))} and eager of "
+                             f"{', '.join(get_args(Eager))}; got {self.dtype!r} and {self.eager!r}")
+        for name in ("max_concurrent", "prefill_chunk", "tensor_parallel", "start_seconds", "answer_seconds"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+        for name in ("context_tokens", "kv_gb", "threads"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 (its default) or more; got {getattr(self, name)}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1; got {self.gpu_memory_utilization}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """An OpenAI-compatible server that someone else started. Raises ValueError.
+
+    urls: one engine each, up to the port: http://10.0.0.1:8000. model: its name there (empty: the first that
+    it lists). key_env: environment variable with its key (empty: none).
+    weights_folder: a folder that the servers see too, where new weights are handed over; the server must be a vLLM with
+        the development endpoints and our worker extension (docs/engines.md).
+    max_concurrent: trajectories that run at once on one server. seconds: longest turn. answer_seconds: longest wait for
+        pause, load or resume.
+    """
+
+    urls: tuple[str, ...] = ()
+    model: str = ""
+    key_env: str = ""
+    weights_folder: str = "/dev/shm/rollart"
+    max_concurrent: int = 64
+    seconds: float = 600.0
+    answer_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"urls must begin with http:// or https://; got {url!r}")
+        for name in ("max_concurrent", "seconds", "answer_seconds"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+        if not self.weights_folder:
+            raise ValueError("weights_folder must name a folder, such as /dev/shm/rollart; got ''")
