@@ -11,13 +11,14 @@ import asyncio
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rollart.control.routing import Routing
 from rollart.core.changed import Changed
 from rollart.core.clock import draw, now
 from rollart.core.errors import EngineLost, InvariantViolated, Stalled
-from rollart.core.events import EngineDown, EngineUp, TurnMoved, WeightsLive, WeightsLoaded
-from rollart.core.ports import Engine, Journal
+from rollart.core.events import EngineDown, EngineUp, TurnMoved, WeightsFetched, WeightsLive, WeightsLoaded
+from rollart.core.ports import Engine, Journal, Prefetching
 from rollart.core.tokens import join
 from rollart.core.types import Completion, Finish, GenerateRequest, Manifest, TrajectoryId, Version
 
@@ -135,6 +136,24 @@ class LLMProxy:
             raise InvariantViolated(f"I5: {engine.id} went back from {self.served[engine.id]} to {manifest.version}")
         self.served[engine.id] = manifest.version
         self._journal.emit(WeightsLoaded(engine.id, manifest.version, now() - started))
+        return True
+
+    async def prefetch(self, manifest: Manifest) -> None:
+        """Have every live engine fetch the weights while it serves, so that `update` is short. One that cannot is
+        lost."""
+        started = now()
+        engines = [engine for name in self.routing.live if isinstance(engine := self.engines[name], Prefetching)]
+        if engines:
+            fetched = await asyncio.gather(*[self._prefetch(engine, manifest) for engine in engines])
+            self._journal.emit(WeightsFetched(manifest.version, now() - started, sum(fetched)))
+
+    async def _prefetch(self, engine: Any, manifest: Manifest) -> bool:
+        try:
+            async with asyncio.timeout(self._load_seconds):
+                await engine.prefetch(manifest)
+        except (EngineLost, TimeoutError) as lost:
+            self.mark_down(engine.id, f"fetching version {manifest.version}: {lost or 'no answer'}")
+            return False
         return True
 
     async def update(self, manifest: Manifest) -> None:

@@ -1,8 +1,9 @@
-"""Weight sync: publish -> load -> release, one version at a time.
+"""Weight sync: publish -> fetch -> load -> release, one version at a time.
 
 Keeps true: publishes do not overlap (I6); a version is live only when every live engine has loaded it; weights that an
 engine or an evaluation may still read are not retired.
-Waits for: Trainer.publish, then (schedule one_off) the end of the round, then every live engine's load.
+Waits for: Trainer.publish, then every live engine's fetch (they go on serving), then (schedule one_off) the end of the
+round, then every live engine's load.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class WeightSync:
             except TimeoutError:
                 raise TrainerLost(f"publish of version {version}: no answer in {self._publish_seconds:g} s") from None
             self._journal.emit(WeightsPublished(manifest, now() - started))
+            await self._proxy.prefetch(manifest)
             await may_load()
             before, self.current = self.current, manifest
             await self._proxy.update(manifest)

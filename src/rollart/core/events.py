@@ -159,6 +159,15 @@ class WeightsPublished(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsFetched(Event):
+    """`engines` hold the weights of `version` beside those that they serve. `seconds`: no one stood still in them."""
+
+    version: Version
+    seconds: float
+    engines: int
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsLoaded(Event):
     engine: str
     version: Version

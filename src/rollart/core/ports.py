@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rollart.core.events import Event
 from rollart.core.tokens import Text, Tokens
@@ -49,6 +49,13 @@ class Engine(Protocol):
     def release(self, trajectory: TrajectoryId) -> None:
         """The trajectory has ended: its KV may go. Never raises, never waits."""
         ...
+
+
+@runtime_checkable
+class Prefetching(Protocol):
+    """An Engine that can fetch weights beside those it serves: `load_weights` of them is then no more than a copy."""
+
+    async def prefetch(self, manifest: Manifest) -> None: ...
 
 
 class Environment(Protocol):

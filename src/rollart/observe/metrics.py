@@ -29,6 +29,7 @@ from rollart.core.events import (
     RunStarted,
     StepEnded,
     TrajectoryEnded,
+    WeightsFetched,
     WeightsLive,
     WeightsPublished,
 )
@@ -74,6 +75,8 @@ class Metrics:
                 self._idle += event.waited
             case WeightsPublished(seconds=seconds):
                 self._weights["publish_seconds"] = seconds
+            case WeightsFetched(seconds=seconds):
+                self._weights["fetch_seconds"] = seconds
             case WeightsLive(seconds=seconds):
                 self._weights["live_seconds"] = seconds
             case StepEnded():

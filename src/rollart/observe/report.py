@@ -104,7 +104,8 @@ def _headline(view: RunView) -> str:
         (f"{s['ledger']['trained']:,}", f"trajectories trained, of {s['ledger']['dispatched']:,}"),
         (f"{view.rate:,.0f}", "sampled tokens per second"), (f"{s['trainer_idle_fraction']:.0%}", "trainer waited"),
         (f"{s['staleness']['max']} of {'?' if bound is None else bound}", "largest staleness, and its bound"),
-        (f"{_share(s['tokens']['wasted'], s['tokens']['generated']):.1%}", "of sampled tokens taught nothing")]
+        (f"{_share(s['tokens']['wasted'], s['tokens']['generated']):.1%}", "of sampled tokens taught nothing"),
+        (f"{s['weights']['exposed_fraction']:.1%}", "of the time generation stood still for new weights")]
     boxes = "".join(f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
                     for value, name in tiles)
     return f'<div class="grid-cards">{"".join(out)}</div><div class="tiles">{boxes}</div>'
@@ -204,7 +205,8 @@ def _held(points: Sequence[tuple[float, float]], seconds: float = 0.5) -> list[t
 
 
 def _weights(view: RunView) -> str:
-    names = {"publish_seconds": "published by the trainer", "live_seconds": "generation stood still"}
+    names = {"publish_seconds": "published by the trainer", "fetch_seconds": "fetched while engines served",
+             "live_seconds": "generation stood still"}
     series = {label: [(s["version"], s["weights"][key]) for s in view.steps if key in s["weights"]]
               for key, label in names.items()}
     series = {label: points for label, points in series.items() if points}
@@ -330,7 +332,8 @@ def render_report(run_path: str | Path) -> RenderableType:
     facts = Text(f"{s['steps']} steps in {_duration(s['wall_seconds'])}, {rate:,.0f} sampled tokens/s; staleness "
                  f"{s['staleness']['mean']:.2f} on average, {s['staleness']['max']} at most (bound "
                  f"{'?' if bound is None else bound}); trainer idle {s['trainer_idle_fraction']:.0%}; "
-                 f"{_share(s['tokens']['wasted'], s['tokens']['generated']):.1%} of tokens wasted")
+                 f"{_share(s['tokens']['wasted'], s['tokens']['generated']):.1%} of tokens wasted; "
+                 f"generation stood still for new weights {s['weights']['exposed_fraction']:.1%} of the time")
     parts: list[RenderableType] = [Text.assemble((f"{folder.path}  ", "bold"), run_state(run_path)), table, facts]
     if by_domain:
         parts.append(ledger_table(by_domain, s["ledger"]))

@@ -58,9 +58,20 @@ def figures(lines: Sequence[Mapping[str, Any]], by_domain: Mapping[str, Mapping[
         "tokens": {"generated": sum(tokens.values()), "trained": tokens.get("trained", 0),
                    "wasted": sum(tokens.get(fate, 0) for fate in WASTED),
                    "wasted_by_fate": {fate: tokens.get(fate, 0) for fate in WASTED}},
+        "weights": weight_figures(steps[1:], wall),
         "rewards": reward_figures(lines),
         "logprob_gap_step0": steps[0]["metrics"].get("logprob_gap") if steps else None,
     }
+
+
+def weight_figures(steps: Sequence[Mapping[str, Any]], wall: float) -> dict[str, float | None]:
+    """Means over the syncs before these steps; `exposed`: engines stood still, in seconds and as a share of the run."""
+    def mean(name: str) -> float | None:
+        values = [step["weights"][name] for step in steps if name in step.get("weights", {})]
+        return round(sum(values) / len(values), 6) if values else None
+    exposed = sum(step.get("weights", {}).get("live_seconds", 0.0) for step in steps)
+    return {"publish_seconds": mean("publish_seconds"), "fetch_seconds": mean("fetch_seconds"),
+            "exposed_seconds": mean("live_seconds"), "exposed_fraction": round(exposed / wall, 6) if wall else 0.0}
 
 
 _NOW = ("in_flight", "waiting", "queued", "instances")

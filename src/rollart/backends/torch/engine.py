@@ -14,7 +14,7 @@ import random
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -25,7 +25,7 @@ from rollart.backends.torch.settings import EngineSettings
 from rollart.backends.torch.threads import choose_device, claim
 from rollart.backends.torch.transformer import Transformer
 from rollart.backends.torch.turns import Batch, EngineStats, Parked, Running, answer, call_soon, ignore
-from rollart.backends.weights.memory import MemoryWeights
+from rollart.backends.weights import Reader
 from rollart.core.errors import ConfigError, EngineLost, InvariantViolated
 from rollart.core.types import Completion, Finish, GenerateRequest, Manifest, TrajectoryId, Version
 
@@ -37,7 +37,7 @@ class EmbeddedEngine:
     that the model or the KV budget does not have.
     """
 
-    def __init__(self, id: str, pool: str, model: Transformer, weights: MemoryWeights, settings: EngineSettings,
+    def __init__(self, id: str, pool: str, model: Transformer, weights: Reader, settings: EngineSettings,
                  cores: Sequence[int] = ()) -> None:
         self._id, self._pool, self._weights, self._settings, self._cores = id, pool, weights, settings, cores
         config = model.config
@@ -68,6 +68,7 @@ class EmbeddedEngine:
         self._version: Version | None = None
         self._refuse = ignore
         self._suspended = self._closing = False
+        self._fetched: tuple[Manifest | None, Mapping[str, torch.Tensor]] = (None, {})
         self._runner.clear()
 
     # The port, on the event loop.
@@ -139,6 +140,13 @@ class EmbeddedEngine:
     async def suspend(self) -> None:
         """No step begins any more; returns between two steps."""
         await self._ask(lambda: self._suspend(True))
+
+    async def prefetch(self, manifest: Manifest) -> None:
+        """Fetch weights in a thread of their own while decoding goes on. Raises EngineLost when they do not come."""
+        def fetch() -> Mapping[str, torch.Tensor]:
+            torch.set_num_threads(1)
+            return self._weights.get(manifest)
+        self._fetched = manifest, await asyncio.to_thread(fetch)
 
     async def load_weights(self, manifest: Manifest) -> None:
         """Swap the weights between two steps. Raises EngineLost when they are gone or do not fit (the old ones then
@@ -214,8 +222,10 @@ class EmbeddedEngine:
     def _load(self, manifest: Manifest) -> None:
         if self._version is not None and manifest.version < self._version:
             raise InvariantViolated(f"I5: engine {self._id} at version {self._version} was given {manifest.version}")
+        fetched, tensors = self._fetched
+        self._fetched = None, {}
         try:
-            self._runner.load(self._weights.get(manifest))
+            self._runner.load(tensors if fetched == manifest else self._weights.get(manifest))
         except ValueError as wrong:
             raise EngineLost(f"weights of version {manifest.version} do not fit engine {self._id}: {wrong}") from None
         self._parked.clear()

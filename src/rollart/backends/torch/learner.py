@@ -35,7 +35,8 @@ from rollart.backends.torch.settings import LearnerSettings, LoraSettings
 from rollart.backends.torch.step import Rows, StepWork
 from rollart.backends.torch.threads import choose_device, claim
 from rollart.backends.torch.transformer import Transformer
-from rollart.backends.weights.memory import MemoryWeights, load_into
+from rollart.backends.weights import Writer
+from rollart.backends.weights.memory import load_into
 from rollart.core.clock import draw, stream
 from rollart.core.errors import ConfigError, InvariantViolated, TrainerLost
 from rollart.core.types import Manifest, Sample, StepReport, TrainBatch, Version
@@ -52,7 +53,7 @@ class TorchTrainer:
     are then what `publish` hands over; `base` names the model that they belong to. Raises ConfigError.
     """
 
-    def __init__(self, model: Transformer, settings: LearnerSettings, algo: AlgoSettings, weights: MemoryWeights, *,
+    def __init__(self, model: Transformer, settings: LearnerSettings, algo: AlgoSettings, weights: Writer, *,
                  temperature: float = 1.0, seed: int = 0, export: Callable[[Path], None] | None = None,
                  reference: Transformer | None = None, lora: LoraSettings | None = None, base: str = "",
                  cores: Sequence[int] = ()) -> None:

@@ -13,25 +13,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from rollart.backends.weights.image import digest, flat
 from rollart.core.errors import EngineLost
 from rollart.core.types import Manifest, Version
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """A digest of names, shapes, types and contents of all tensors, independent of their order.
-
-    The content enters as two integer sums of its bytes, plain and weighted by position in a cycle of 251: exact,
-    cheap, and changed by any one changed byte.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().contiguous()
-        flat = tensor.view(-1).view(torch.uint8)
-        words = flat.view(torch.int32) if flat.numel() % 4 == 0 else flat
-        weighted = (words.to(torch.int64) * (torch.arange(words.numel(), device=words.device) % 251 + 1)).sum()
-        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), int(weighted),
-                            int(words.sum(dtype=torch.int64)))).encode())
-    return digest.hexdigest()
+    """A digest of names, shapes, types and contents of all tensors, independent of their order."""
+    out = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        out.update(repr((name, tuple(tensor.shape), str(tensor.dtype), digest(flat(tensor)))).encode())
+    return out.hexdigest()
 
 
 def load_into(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
