@@ -1,42 +1,45 @@
 """What is said before anything starts. Needs no vLLM."""
 
+import importlib.metadata
 import json
 import struct
 
 import pytest
 from rollart.backends.vllm import checks
+from rollart.backends.vllm.handover import coverage, shapes_of
 from rollart.backends.vllm.settings import ServerSettings, VLLMSettings
 from rollart.core.errors import ConfigError
 
 
-def folder_with(tmp_path, **config):
-    (tmp_path / "config.json").write_text(json.dumps(
-        {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 512, **config}))
-    return tmp_path
+CONFIG = {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 512}
 
 
 @pytest.mark.parametrize(("settings", "line"), [
     ({"tensor_parallel": 2}, "tensor_parallel = 2 must divide the model's 9 heads"),
     ({"context_tokens": 600}, "at most the model's 512; got 600"),
 ])
-def test_settings_that_do_not_fit_the_model_are_refused_in_one_line(tmp_path, settings, line):
+def test_settings_that_do_not_fit_the_model_are_refused_in_one_line(settings, line):
     with pytest.raises(ConfigError, match=line):
-        checks.check_model(folder_with(tmp_path), VLLMSettings(**settings))
+        checks.check_model(CONFIG, VLLMSettings(**settings))
 
 
 def test_context_is_the_smaller_of_settings_and_model(tmp_path):
-    assert checks.check_model(folder_with(tmp_path), VLLMSettings(tensor_parallel=3)) == 512
-    assert checks.check_model(tmp_path, VLLMSettings(context_tokens=100)) == 100
+    assert checks.check_model(CONFIG, VLLMSettings(tensor_parallel=3)) == 512
+    assert checks.check_model(CONFIG, VLLMSettings(context_tokens=100)) == 100
     with pytest.raises(ConfigError, match="Hugging Face checkpoint folder"):
-        checks.check_model(tmp_path / "gone", VLLMSettings())
+        checks.read_config(tmp_path)
 
 
-def test_an_environment_without_vllm_or_with_an_old_one_is_refused(monkeypatch):
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs vLLM"):
-        checks.check_vllm()
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None if "reload" in name else object())
-    with pytest.raises(ConfigError, match="no weight update"):
+@pytest.mark.parametrize(("installed", "line"), [
+    ({}, "needs vLLM, which is not installed"), ({"vllm": "0.11.2"}, r"vllm 0\.11\.2 has no weight update"), ])
+def test_an_environment_without_vllm_or_with_an_old_one_is_refused(monkeypatch, installed, line):
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(ConfigError, match=line):
         checks.check_vllm()
 
 
@@ -56,9 +59,9 @@ def test_server_settings_out_of_range_are_refused():
 def test_coverage_names_what_is_missing_unknown_or_of_another_shape(tmp_path):
     header = json.dumps({"__metadata__": {}, "a": {"shape": [2, 3]}, "b": {"shape": [4]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    expected = checks.shapes_of(tmp_path)
+    expected = shapes_of(tmp_path)
     assert expected == {"a": (2, 3), "b": (4,)}
-    assert checks.coverage(expected, {"a": (2, 3), "b": (4,), "lm_head.weight": (2, 3)}, tied=True) == ""
-    assert checks.coverage(expected, {"a": (3, 2), "c": (1,)}, tied=False) == (
+    assert coverage(expected, {"a": (2, 3), "b": (4,), "lm_head.weight": (2, 3)}, tied=True) == ""
+    assert coverage(expected, {"a": (3, 2), "c": (1,)}, tied=False) == (
         "missing: b; unknown: c; of another shape: a")
-    assert checks.coverage({}, {"a": (1,)}, tied=False) == ""
+    assert coverage({}, {"a": (1,)}, tied=False) == ""

@@ -20,7 +20,7 @@ import torch
 from rollart.backends.vllm.server import OpenAIEngine
 from rollart.backends.vllm.settings import ServerSettings
 from rollart.core.errors import ConfigError, EngineLost
-from test_vllm_engine import PROMPT, Published, manifest, reference, request, update
+from test_vllm_engine import PROMPT, SETTINGS, Published, manifest, reference, request, update
 
 TRAINABLE = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs",
              "--worker-extension-cls", "rollart.backends.vllm.transfer.Extension",
@@ -61,12 +61,12 @@ def test_a_server_with_the_endpoints_is_an_engine_like_any_other(trainable, fold
     """Updates while requests are in flight, versions of tokens, log-probs of what was sampled, abort, death."""
     process, url = trainable
     models = folders["tied"]
-    engine = OpenAIEngine("s-0", "s", url, ServerSettings(urls=(url,)), Published(models))
+    engine = OpenAIEngine("s-0", "s", url, ServerSettings(handover_folder=SETTINGS.handover_folder), Published(models))
     lost = []
     engine.on_lost(lost.append)
 
     async def story():
-        await engine.check(training=True)
+        await engine.check()
         engine.start()
         with pytest.raises(EngineLost, match="no weights"):
             await engine.generate(request())
@@ -98,12 +98,14 @@ def test_a_server_with_the_endpoints_is_an_engine_like_any_other(trainable, fold
 
 def test_a_server_without_them_is_refused_for_training_and_evaluates(folders, loop):
     process, url = serve(folders["llama"][1], "--skip-tokenizer-init")
-    engine = OpenAIEngine("s-0", "s", url, ServerSettings(urls=(url,)))
+    engine = OpenAIEngine("s-0", "s", url, ServerSettings())
 
     async def story():
-        with pytest.raises(ConfigError, match=r"cannot be trained with.*VLLM_SERVER_DEV_MODE"):
-            await engine.check(training=True)
-        await engine.check(training=False)
+        training = OpenAIEngine("s-1", "s", url, ServerSettings(), Published(folders["llama"]))
+        with pytest.raises(ConfigError, match=r"cannot be trained with, it has no /inference/v1/generate"):
+            await training.check()
+        await training.close()
+        await engine.check()
         engine.start()
         await update(engine, 4)
         done = await engine.generate(request())
@@ -121,4 +123,4 @@ def test_a_server_without_them_is_refused_for_training_and_evaluates(folders, lo
 def test_no_server_is_one_clear_line(loop):
     engine = OpenAIEngine("s-0", "s", "http://127.0.0.1:9", ServerSettings())
     with pytest.raises(ConfigError, match="no OpenAI-compatible server at http://127.0.0.1:9"):
-        loop.run_until_complete(engine.check(training=False))
+        loop.run_until_complete(engine.check())

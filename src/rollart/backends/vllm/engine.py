@@ -1,7 +1,7 @@
 """vLLM's asynchronous engine as the control plane's `Engine`: tokens in, tokens out.
 
-Keeps true: log-probs are those of the distribution that was sampled; a token's version is that of the weights which the
-engine core had when it sampled it (T5); a pause drops all KV, that of what is in flight too, which is computed again
+Keeps true: log-probs are those of the distribution that was sampled; a token's version is that of the weights which
+vLLM's core had when it sampled it (T5); a pause drops all KV, also that of what is in flight, which is computed again
 with the new weights (I5); each request ends in a completion, an abort or EngineLost.
 Waits for the engine's process, with a deadline for start, pause, load and resume.
 """
@@ -11,29 +11,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import tempfile
 from array import array
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from rollart.backends.vllm.checks import check_model, check_vllm, coverage, shapes_of, tied_head
+from rollart.backends.vllm.checks import check_model, check_vllm, read_config
+from rollart.backends.vllm.handover import Handover, shapes_of
 from rollart.backends.vllm.settings import VLLMSettings
+from rollart.backends.weights import Reader
 from rollart.core.errors import EngineLost, InvariantViolated
 from rollart.core.tokens import floats, ids
 from rollart.core.types import Completion, Finish, GenerateRequest, Manifest, TrajectoryId, Version
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 POLL_SECONDS = 0.25
-
-
-class Reader(Protocol):
-    """Where published weights are read, under Hugging Face names. Raises EngineLost."""
-
-    def get(self, manifest: Manifest) -> Mapping[str, Tensor]: ...
 
 
 @dataclass(slots=True)
@@ -54,22 +46,24 @@ class VLLMEngine:
 
     def __init__(self, id: str, pool: str, folder: Path, settings: VLLMSettings, reader: Reader) -> None:
         check_vllm()
-        self.id, self.pool, self._folder, self._settings, self._reader = id, pool, folder, settings, reader
-        self._context, self._shapes, self._tied = check_model(folder, settings), shapes_of(folder), tied_head(folder)
+        config = read_config(folder)
+        self.id, self.pool, self._folder, self._settings = id, pool, folder, settings
+        self._context, self._vocabulary = check_model(config, settings), int(config["vocab_size"])
+        self._handover = Handover(reader, shapes_of(folder), bool(config.get("tie_word_embeddings")),
+                                  settings.handover_folder)
         self.lost: str | None = "not started"
         self.version: Version | None = None
-        self._stats, self._kv_capacity = EngineStats(), 0
         self._llm: Any = None
         self._starting: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._watchers: list[Callable[[str], None]] = []
-        self._turns: dict[str, asyncio.Task[Any]] = {}
+        self._turns: dict[str, asyncio.Task[Completion]] = {}
         self._partials: dict[str, Completion | None] = {}
         self._number = itertools.count()
-        self._suspended = False
+        self._suspended, self._stats = False, EngineStats()
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
-        """`callback(engine id)` runs on the event loop whenever the engine dies, and when it does not start."""
+        """`callback(engine id)` runs on the event loop whenever the engine dies, or does not start."""
         self._watchers.append(callback)
 
     def start(self) -> None:
@@ -86,24 +80,26 @@ class VLLMEngine:
 
     async def close(self) -> None:
         """Stop the process. What is in flight raises EngineLost with its partial completion."""
-        for task in (self._starting, self._watching):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait([task])
+        if self._starting is not None:
+            await asyncio.wait([self._starting])  # a start cannot be given up half-way; it has its deadline
+        if self._watching is not None:
+            self._watching.cancel()
         self._starting = self._watching = None
         self._end("closed")
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
+        await asyncio.to_thread(self._handover.close)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one turn. Raises EngineLost; ValueError for a context that is empty or holds unknown token ids."""
-        if not isinstance(request.context, array) or not request.context or min(request.context) < 0:
-            raise ValueError(f"a context needs at least one token id; got {request.context!r:.80}")
+        context = request.context
+        if not isinstance(context, array) or not context or min(context) < 0 or max(context) >= self._vocabulary:
+            raise ValueError(f"a context needs at least one token id in 0..{self._vocabulary - 1}; got {context!r:.80}")
         if self.lost is not None or self.version is None:
-            raise EngineLost(f"engine {self.id} is lost: {self.lost}" if self.lost else
-                             f"engine {self.id} has no weights loaded")
-        limit = min(request.max_tokens, self._context - len(request.context))
+            raise EngineLost(f"engine {self.id} has no weights loaded" if self.lost is None else
+                             f"engine {self.id} is lost: {self.lost}")
+        limit = min(request.max_tokens, self._context - len(context))
         if limit <= 0:
             return Completion(ids(), floats(), ((self.version, 0),), Finish.LENGTH, self.id)
         name = f"{request.trajectory}.{request.turn}.{next(self._number)}"
@@ -124,23 +120,24 @@ class VLLMEngine:
         self._suspended = True
         await self._answer(self._llm.pause_generation(mode="keep", clear_cache=True), "suspend")
 
+    async def prefetch(self, manifest: Manifest) -> None:
+        """Put these weights where the workers can map them. Raises EngineLost when they are gone or do not fit."""
+        await asyncio.to_thread(self._handover.fetch, manifest)
+
     async def load_weights(self, manifest: Manifest) -> None:
         """Swap the weights. Raises EngineLost when they are gone or do not fit (the old ones then stay),
         InvariantViolated when the version would go back."""
         await self._ready()
         if self.version is not None and manifest.version < self.version:
             raise InvariantViolated(f"I5: engine {self.id} at version {self.version} was given {manifest.version}")
-        tensors = await asyncio.to_thread(self._reader.get, manifest)
-        if wrong := coverage(self._shapes, {name: tuple(t.shape) for name, t in tensors.items()}, self._tied):
-            raise EngineLost(f"weights of version {manifest.version} do not fit engine {self.id}: {wrong}")
-        running = not self._suspended
-        if running:
+        path = await asyncio.to_thread(self._handover.fetch, manifest)
+        serves = not self._suspended
+        if serves:
             await self.suspend()
-        with tempfile.TemporaryDirectory(prefix="rollart-vllm-", dir=_shared_memory()) as folder:
-            path = await asyncio.to_thread(write_weights, tensors, Path(folder) / "model.safetensors")
-            await self._answer(self._update(path, manifest.version), f"load version {manifest.version}")
+        await self._answer(self._update(path, manifest.version), f"load version {manifest.version}")
+        await asyncio.to_thread(self._handover.done)
         self.version = manifest.version
-        if running:
+        if serves:
             await self.resume()
 
     async def resume(self) -> None:
@@ -149,7 +146,7 @@ class VLLMEngine:
         self._suspended = False
 
     def release(self, trajectory: TrajectoryId) -> None:
-        """vLLM's prefix cache gives up what was used least recently; nothing is pinned for a trajectory."""
+        """Nothing is kept for a trajectory: vLLM's prefix cache gives up what was used least recently."""
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -157,31 +154,23 @@ class VLLMEngine:
     # Behind the port.
 
     async def _start(self) -> None:
-        from vllm.v1.engine.async_llm import AsyncLLM
+        def make() -> Any:
+            from vllm.v1.engine.async_llm import AsyncLLM
 
+            return AsyncLLM.from_engine_args(_arguments(self._folder, self._settings, self._context),
+                                             stat_loggers=[lambda config, *_: _Figures(self._stats, config)])
+        making = asyncio.create_task(asyncio.to_thread(make))
         try:
             async with asyncio.timeout(self._settings.start_seconds):
-                made = asyncio.create_task(asyncio.to_thread(
-                    AsyncLLM.from_engine_args, _arguments(self._folder, self._settings, self._context),
-                    stat_loggers=[lambda config, _=0: _Figures(self, config)]))
-                made.add_done_callback(self._adopt)
-                await asyncio.shield(made)
+                self._llm = await asyncio.shield(making)
         except TimeoutError:
+            making.add_done_callback(lambda late: late.exception() or late.result().shutdown())
             self._die(f"it did not start within {self._settings.start_seconds:g} s")
         except Exception as error:  # noqa: BLE001 - vLLM's start raises whatever its process met
-            self._die(f"it did not start: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            self._die(f"it did not start: {type(error).__name__}: {error}"[:500])
         else:
             self.lost, self.version, self._suspended = None, None, False
             self._watching = asyncio.create_task(self._watch(), name=f"watch {self.id}")
-
-    def _adopt(self, made: asyncio.Task[Any]) -> None:
-        """The engine that came up, also when nobody waits for it any more: then it is stopped again."""
-        if made.cancelled() or made.exception() is not None:
-            return
-        if self._starting is not None and not self._starting.cancelling() and not self._starting.done():
-            self._llm = made.result()
-        else:
-            made.result().shutdown()
 
     async def _watch(self) -> None:
         while not self._llm.errored:
@@ -234,47 +223,44 @@ class VLLMEngine:
                                 max_tokens=limit, stop_token_ids=list(request.stop), ignore_eos=True, logprobs=0,
                                 seed=request.seed, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         try:
-            async for out in self._llm.generate({"prompt_token_ids": request.context.tolist()}, wanted, name):
+            async for out in self._llm.generate({"prompt_token_ids": list(request.context)}, wanted, name):
                 final = out.outputs[0]
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineLost(f"engine {self.id}: {type(error).__name__}: {error}"[:500], self._partial(name)) from None
-        spans = [(int(span.version), span.start) for span in final.weight_versions or ()]
-        return self._completion(final.token_ids, final.logprobs, spans,
-                                Finish.STOP if final.finish_reason == "stop" else Finish.LENGTH)
+        finish = Finish.STOP if final.finish_reason == "stop" else Finish.LENGTH
+        return self._completion(final.token_ids, final.logprobs,
+                                [(span.version, span.start) for span in final.weight_versions], finish)
 
     def _completion(self, tokens: Any, logprobs: Any, spans: Any, finish: Finish) -> Completion:
         chosen = floats(entry[token].logprob for token, entry in zip(tokens, logprobs, strict=False))
-        return Completion(ids(tokens), chosen, tuple(spans), finish, self.id)
+        return Completion(ids(tokens), chosen, tuple((int(v), start) for v, start in spans), finish, self.id)
 
     def _partial(self, name: str) -> Completion | None:
-        """What vLLM's output side still holds of a turn whose engine died."""
-        if self._llm is None:
-            return None
-        for state in self._llm.output_processor.request_states.values():
-            if state.external_req_id == name and state.detokenizer.output_token_ids:
-                spans = [(int(version), start) for version, start in state.weight_version_starts]
+        """What vLLM's output side, in this process, holds of a turn whose engine died."""
+        states = self._llm.output_processor.request_states.values() if self._llm is not None else ()
+        for state in states:
+            if state.external_req_id == name and state.weight_version_starts:
                 return self._completion(list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs,
-                                        spans, Finish.LENGTH)
+                                        state.weight_version_starts, Finish.LENGTH)
         return None
 
 
 class _Figures:
-    """vLLM's statistics, as they come, into an engine's stats."""
+    """vLLM's statistics, as they come, into an engine's."""
 
-    def __init__(self, engine: VLLMEngine, config: Any) -> None:
-        self._engine, self._cache = engine, config.cache_config
+    def __init__(self, stats: EngineStats, config: Any) -> None:
+        self._stats, self._cache = stats, config.cache_config
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-        stats = self._engine.stats()
+        stats = self._stats
         if scheduler_stats is not None:
             stats.running, stats.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
-            capacity = (self._cache.num_gpu_blocks or 0) * self._cache.block_size
-            stats.kv_tokens = round(scheduler_stats.kv_cache_usage * capacity)
+            stats.kv_tokens = round(scheduler_stats.kv_cache_usage * (self._cache.num_gpu_blocks or 0)
+                                    * self._cache.block_size)
         if iteration_stats is not None:
             prompts = iteration_stats.prompt_token_stats
             stats.generated += iteration_stats.num_generation_tokens
-            stats.prefilled += prompts.computed
-            stats.reused += prompts.total - prompts.computed
+            stats.prefilled, stats.reused = stats.prefilled + prompts.computed, stats.reused + prompts.cached_tokens
 
     def log_engine_initialized(self) -> None: ...
     def log(self) -> None: ...
@@ -282,7 +268,7 @@ class _Figures:
 
 
 def _arguments(folder: Path, settings: VLLMSettings, context: int) -> Any:
-    """vLLM's arguments. Its process is spawned, for a fork would copy this one's threads in any state."""
+    """vLLM's own. Its process is spawned, for a fork would copy this one's threads in whatever state they are."""
     for name, value in {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1",
                         "VLLM_LOGGING_LEVEL": "WARNING"}.items():
         os.environ.setdefault(name, value)
@@ -292,24 +278,12 @@ def _arguments(folder: Path, settings: VLLMSettings, context: int) -> Any:
     cpu = current_platform.is_cpu()
     if cpu and settings.threads:
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(settings.threads)}
-    kv_gb = settings.kv_gb or (1.0 if cpu else 0.0)
     return AsyncEngineArgs(
         model=str(folder), skip_tokenizer_init=True, load_format="dummy", dtype=settings.dtype,
         max_model_len=context or None, max_num_seqs=settings.max_concurrent,
         max_num_batched_tokens=max(settings.prefill_chunk, settings.max_concurrent),
-        kv_cache_memory_bytes=int(kv_gb * 1e9) or None, gpu_memory_utilization=settings.gpu_memory_utilization,
-        tensor_parallel_size=settings.tensor_parallel,
+        kv_cache_memory_bytes=int((settings.kv_gb or cpu) * 1e9) or None,
+        gpu_memory_utilization=settings.gpu_memory_utilization, tensor_parallel_size=settings.tensor_parallel,
         enforce_eager=settings.eager == "always" or (settings.eager == "auto" and cpu),
         enable_prefix_caching=settings.prefix_caching, logprobs_mode="processed_logprobs", disable_log_stats=True,
         worker_extension_cls="rollart.backends.vllm.transfer.Extension", weight_transfer_config={"backend": "rollart"})
-
-
-def _shared_memory() -> str | None:
-    return "/dev/shm" if os.path.isdir("/dev/shm") else None
-
-
-def write_weights(tensors: Mapping[str, Tensor], path: Path) -> Path:
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    return path

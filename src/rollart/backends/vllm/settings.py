@@ -23,6 +23,7 @@ class VLLMSettings:
     prefix_caching: keep the KV of ended turns for the next one; it is dropped with every new version.
     threads: CPU threads of a CPU engine (0: vLLM's own choice, which pins one a core).
     start_seconds: longest start. answer_seconds: longest wait for suspend, load or resume.
+    handover_folder: where weights lie for the workers to map, unless they come in a file already.
     """
 
     dtype: Dtype = "auto"
@@ -37,6 +38,7 @@ class VLLMSettings:
     threads: int = 0
     start_seconds: float = 600.0
     answer_seconds: float = 120.0
+    handover_folder: str = "/dev/shm/rollart"
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(Dtype) or self.eager not in get_args(Eager):
@@ -58,7 +60,7 @@ class ServerSettings:
 
     urls: one engine each, up to the port: http://10.0.0.1:8000. model: its name there (empty: the first that
     it lists). key_env: environment variable with its key (empty: none).
-    weights_folder: a folder that the servers see too, where new weights are handed over; the server must be a vLLM with
+    handover_folder: a folder that the servers see too, where new weights are handed over; the server must be a vLLM with
         the development endpoints and our worker extension (docs/engines.md).
     max_concurrent: trajectories that run at once on one server. seconds: longest turn. answer_seconds: longest wait for
         pause, load or resume.
@@ -67,7 +69,7 @@ class ServerSettings:
     urls: tuple[str, ...] = ()
     model: str = ""
     key_env: str = ""
-    weights_folder: str = "/dev/shm/rollart"
+    handover_folder: str = "/dev/shm/rollart"
     max_concurrent: int = 64
     seconds: float = 600.0
     answer_seconds: float = 120.0
@@ -79,5 +81,3 @@ class ServerSettings:
         for name in ("max_concurrent", "seconds", "answer_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
-        if not self.weights_folder:
-            raise ValueError("weights_folder must name a folder, such as /dev/shm/rollart; got ''")
