@@ -7,10 +7,10 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 QUICKSTART = runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup quickstart test check bench swarm reproduce clean
+.PHONY: help setup quickstart test test-cluster check bench swarm reproduce clean
 
 help:  ## What there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -38,6 +38,13 @@ check: $(VENV)/.dev  ## Lint, types, layers
 
 test: check  ## All checks and tests
 	$(BIN)/python -m pytest
+
+$(VENV)/.ray: $(VENV)/.dev
+	$(PIP) -e '.[torch,hf,envs,ray,dev]'
+	@touch $@
+
+test-cluster: $(VENV)/.ray  ## Tests over a Ray cluster of logical nodes on this machine (about five minutes)
+	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest tests/backends/ray
 
 bench: $(VENV)/.dev  ## The benchmarks, one after the other (about half an hour)
 	$(BIN)/python benchmarks/engine.py

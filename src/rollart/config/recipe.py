@@ -15,6 +15,7 @@ from typing import Any
 from rollart.algo.catalogue import resolve
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.process.environments import ProcessSettings
+from rollart.backends.ray.settings import ClusterSettings
 from rollart.backends.torch.settings import (
     ChatSettings,
     EngineSettings,
@@ -23,6 +24,7 @@ from rollart.backends.torch.settings import (
     SmallModel,
     WarmStartSettings,
 )
+from rollart.backends.weights.settings import WeightsSettings
 from rollart.config.toml import build, override, read_toml
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import FreeSlots, RolloutSettings, ScheduleSettings
@@ -56,14 +58,20 @@ class EvaluationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """One pool of engines: how many replicas it has. `domains`: the task domains that prefer it."""
+    """One pool of engines: how many replicas it has. `domains`: the task domains that prefer it.
+
+    On a cluster: hardware: the pool of nodes that they prefer (empty: any). tensor_parallel: devices of an engine.
+    """
 
     replicas: int = 1
     domains: tuple[str, ...] = ()
+    hardware: str = ""
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ValueError(f"replicas must be at least 1 engine; got {self.replicas}")
+        if self.replicas < 1 or self.tensor_parallel < 1:
+            raise ValueError(f"needs replicas and tensor_parallel of at least 1; got {self.replicas} and "
+                             f"{self.tensor_parallel}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +104,8 @@ class Recipe:
     pools: Mapping[str, PoolSettings] = field(default_factory=lambda: {"default": PoolSettings()})
     environments: ProcessSettings = field(default_factory=ProcessSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
+    weights: WeightsSettings = field(default_factory=WeightsSettings)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     domains: Mapping[str, DomainEntry] = field(default_factory=dict)
 
@@ -127,7 +137,8 @@ SECTIONS: dict[str, Any] = {
     "pipeline": PipelineSettings, "schedule": ScheduleSettings, "rollout": RolloutSettings, "sampling": Sampling,
     "algorithm": AlgoSettings, "learner": LearnerSettings, "model": ModelSettings, "chat": ChatSettings,
     "lora": LoraSettings, "warm_start": WarmStartSettings, "engine": EngineSettings, "environments": ProcessSettings,
-    "reward": RewardSettings, "evaluation": EvaluationSettings,
+    "reward": RewardSettings, "evaluation": EvaluationSettings, "weights": WeightsSettings,
+    "cluster": ClusterSettings,
 }
 
 
@@ -142,7 +153,7 @@ def from_tables(tables: Mapping[str, Any]) -> Recipe:
     """A checked recipe from plain tables. Raises ConfigError."""
     plain = {"name": str, "seed": int, "keep_checkpoints": int}
     known = [*plain, *SECTIONS, "pools", "domains"]
-    if foreign := {"train", "weights", "faults", "calibration"} & tables.keys():
+    if foreign := {"train", "faults", "calibration"} & tables.keys():
         raise ConfigError(f"[{min(foreign)}] belongs to a simulation recipe: use rollart simulate or rollart plan")
     values: dict[str, Any] = {}
     for key, value in tables.items():

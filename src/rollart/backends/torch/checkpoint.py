@@ -39,7 +39,7 @@ def load_model(folder: Path | str, device: str | torch.device = "cpu",
     """The model of a Hugging Face folder. Raises ConfigError, in one line, for anything that is not a whole model of
     a supported kind: a missing file, an unsupported model_type, a missing or unknown tensor, a wrong shape."""
     folder = Path(folder)
-    config = ModelConfig.from_hf(_read_json(folder, "config.json"))
+    config = load_config(folder)
     with torch.device("meta"):
         model = Transformer(config)
     model = model.to(dtype).to_empty(device=device)
@@ -48,6 +48,11 @@ def load_model(folder: Path | str, device: str | torch.device = "cpu",
     except ValueError as wrong:
         raise ConfigError(f"{folder}: {wrong}") from None
     return model
+
+
+def load_config(folder: Path | str) -> ModelConfig:
+    """The shape of a Hugging Face folder's model. Raises ConfigError."""
+    return ModelConfig.from_hf(_read_json(Path(folder), "config.json"))
 
 
 def save_model(model: Transformer, folder: Path | str, chat: SavedChat) -> None:

@@ -1,0 +1,112 @@
+"""The parts of a run, made from a recipe: for this process (`local_parts`), or one at a time by a worker in an actor.
+
+Keeps true: a part is made in one way, wherever it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollart.backends.process.environments import ProcessEnvironments
+from rollart.config.recipe import Recipe
+from rollart.core.clock import draw
+from rollart.core.ports import Cluster
+from rollart.policy import Policy
+
+if TYPE_CHECKING:
+    from rollart.backends.torch.engine import EmbeddedEngine
+    from rollart.backends.torch.learner import TorchTrainer
+    from rollart.backends.torch.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the control plane drives. Engines and environments also have `stats` for status; the trainer is loaded."""
+
+    trainer: Any
+    engines: Sequence[Any]
+    eval_engines: Sequence[Any]
+    environments: Any
+    cluster: Cluster
+
+
+class LocalCluster:
+    """The Cluster port for engines in this process."""
+
+    def __init__(self, engines: Sequence[EmbeddedEngine]) -> None:
+        self._engines = {engine.id: engine for engine in engines}
+        self._lost: asyncio.Queue[str] = asyncio.Queue()
+        for engine in engines:
+            engine.on_lost(lambda id=engine.id: self._lost.put_nowait(id))
+
+    async def wait_lost(self) -> str:
+        return await self._lost.get()
+
+    async def restart(self, engine: str) -> None:
+        await self._engines[engine].restart()
+
+
+async def local_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, reference: Transformer | None,
+                      checkpoint: Path | None) -> Parts:
+    """Everything in this process; `stack` closes it."""
+    from rollart.backends.torch.lora import AdapterWeights
+    from rollart.backends.torch.weights import MemoryWeights
+
+    weights = AdapterWeights(policy.model.state_dict(), recipe.lora) if recipe.lora else MemoryWeights()
+    trainer = make_trainer(recipe, policy, reference, weights)
+    stack.callback(trainer.close)
+    if checkpoint:
+        await trainer.load(checkpoint)
+    engines = [make_engine(id, pool, recipe, policy, weights) for id, pool in engine_ids(recipe)]
+    evaluating = [make_engine("eval", "eval", recipe, policy, weights)] if recipe.evaluation.tasks else []
+    for engine in (*engines, *evaluating):
+        engine.start()
+        stack.push_async_callback(engine.close)
+    environments = make_environments(recipe)
+    stack.push_async_callback(environments.close)
+    return Parts(trainer, engines, evaluating, environments, LocalCluster([*engines, *evaluating]))
+
+
+def engine_ids(recipe: Recipe) -> list[tuple[str, str]]:
+    """(engine, pool) of all training engines, in order."""
+    return [(f"{pool}-{i}", pool) for pool, settings in recipe.pools.items() for i in range(settings.replicas)]
+
+
+def make_trainer(recipe: Recipe, policy: Policy, reference: Transformer | None, weights: Any) -> TorchTrainer:
+    """`weights`: where it publishes to."""
+    from rollart.backends.torch.checkpoint import save_model
+    from rollart.backends.torch.learner import TorchTrainer
+    from rollart.backends.torch.threads import shares
+
+    settings = recipe.learner
+    if settings.schedule != "constant" and not settings.total_steps:
+        settings = dataclasses.replace(settings, total_steps=recipe.pipeline.steps)
+    return TorchTrainer(policy.model, settings, recipe.algorithm, weights,
+                        temperature=recipe.sampling.temperature, seed=draw(recipe.seed, "learner"),
+                        export=lambda folder: save_model(policy.model, folder, policy.chat),
+                        reference=reference, lora=recipe.lora, base=recipe.model.path, cores=shares()[1])
+
+
+def make_engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: Any) -> EmbeddedEngine:
+    """`weights`: where it reads from."""
+    from rollart.backends.torch.engine import EmbeddedEngine
+    from rollart.backends.torch.threads import shares
+
+    return EmbeddedEngine(id, pool, policy.model, weights, recipe.engine, shares()[0])
+
+
+def make_environments(recipe: Recipe) -> ProcessEnvironments:
+    """As many processes as episodes can run at once, unless the recipe says fewer."""
+    settings, rollout = recipe.environments, recipe.rollout
+    if not settings.max_processes:
+        most = recipe.slots * (rollout.group_size + rollout.spares) + recipe.evaluation.concurrent
+        settings = dataclasses.replace(settings, max_processes=most)
+    return ProcessEnvironments({name: entry.settings for name, entry in recipe.domains.items()}, settings,
+                               wait_seconds=0.9 * rollout.open_seconds, open_seconds=rollout.open_seconds,
+                               call_seconds=rollout.environment_seconds)
