@@ -8,6 +8,7 @@ import pytest
 from rollart.backends.vllm import checks
 from rollart.backends.vllm.handover import coverage, shapes_of
 from rollart.backends.vllm.settings import ServerSettings, VLLMSettings
+from rollart.config.recipe import PoolSettings
 from rollart.core.errors import ConfigError
 
 
@@ -52,8 +53,17 @@ def test_settings_out_of_range_are_refused(wrong):
 
 
 def test_server_settings_out_of_range_are_refused():
-    with pytest.raises(ValueError, match="http://"):
-        ServerSettings(urls=("10.0.0.1:8000",))
+    with pytest.raises(ValueError, match="above 0"):
+        ServerSettings(seconds=0.0)
+
+
+@pytest.mark.parametrize(("pool", "line"), [
+    ({"engine": "server"}, "needs 1 urls; got 0"), ({"urls": ("http://a:1",)}, "needs no urls; got 1"),
+    ({"engine": "server", "urls": ("10.0.0.1:8000",)}, "must begin with http://"),
+])
+def test_a_pool_of_servers_has_as_many_urls_as_replicas(pool, line):
+    with pytest.raises(ValueError, match=line):
+        PoolSettings(**pool)
 
 
 def test_coverage_names_what_is_missing_unknown_or_of_another_shape(tmp_path):

@@ -56,28 +56,19 @@ class VLLMSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """An OpenAI-compatible server that someone else started. Raises ValueError.
+    """OpenAI-compatible servers that someone else started. Raises ValueError.
 
-    urls: one engine each, up to the port: http://10.0.0.1:8000. model: its name there (empty: the first that
-    it lists). key_env: environment variable with its key (empty: none).
-    handover_folder: a folder that the servers see too, where new weights are handed over; the server must be a vLLM with
-        the development endpoints and our worker extension (docs/engines.md).
-    max_concurrent: trajectories that run at once on one server. seconds: longest turn. answer_seconds: longest wait for
-        pause, load or resume.
+    model: its name there (empty: the first that is listed). key_env: environment variable with the key (empty: none).
+    handover_folder: a folder that the servers see too, where new weights lie unless they come in a file already.
+    seconds: longest turn. answer_seconds: longest wait for pause, load or resume.
     """
 
-    urls: tuple[str, ...] = ()
     model: str = ""
     key_env: str = ""
     handover_folder: str = "/dev/shm/rollart"
-    max_concurrent: int = 64
     seconds: float = 600.0
     answer_seconds: float = 120.0
 
     def __post_init__(self) -> None:
-        for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"urls must begin with http:// or https://; got {url!r}")
-        for name in ("max_concurrent", "seconds", "answer_seconds"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+        if not (self.seconds > 0 and self.answer_seconds > 0):
+            raise ValueError(f"seconds and answer_seconds must be above 0; got {self.seconds} and {self.answer_seconds}")
