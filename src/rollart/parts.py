@@ -121,6 +121,18 @@ def make_engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: Any
     return EmbeddedEngine(id, pool, policy.model, weights, recipe.engine, shares()[0])
 
 
+def check_engines(recipe: Recipe) -> None:
+    """What this machine's vLLM and the model do not allow. Raises ConfigError."""
+    if any(pool.engine == "vllm" for pool in recipe.pools.values()):
+        from rollart.backends.vllm.checks import check_model, check_vllm, read_config
+
+        check_vllm()
+        small = recipe.model.small
+        check_model(read_config(Path(recipe.model.path)) if recipe.model.path else {
+            "num_attention_heads": small.heads, "num_key_value_heads": small.kv_heads,
+            "max_position_embeddings": small.context_tokens}, recipe.vllm)
+
+
 def _model_folder(recipe: Recipe, policy: Policy) -> Path:
     """A checkpoint folder of the model's shape: the recipe's, or one that lasts as long as this process."""
     from rollart.backends.torch.checkpoint import save_model

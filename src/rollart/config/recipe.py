@@ -24,8 +24,8 @@ from rollart.backends.torch.settings import (
     SmallModel,
     WarmStartSettings,
 )
-from rollart.backends.weights.settings import WeightsSettings
 from rollart.backends.vllm.settings import ServerSettings, VLLMSettings
+from rollart.backends.weights.settings import WeightsSettings
 from rollart.config.toml import build, override, read_toml
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import FreeSlots, RolloutSettings, ScheduleSettings

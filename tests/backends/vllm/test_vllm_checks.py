@@ -5,12 +5,12 @@ import json
 import struct
 
 import pytest
+
 from rollart.backends.vllm import checks
 from rollart.backends.vllm.handover import coverage, shapes_of
 from rollart.backends.vllm.settings import ServerSettings, VLLMSettings
 from rollart.config.recipe import PoolSettings
 from rollart.core.errors import ConfigError
-
 
 CONFIG = {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 512}
 

@@ -10,13 +10,14 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from tiny_models import KINDS, tensors_of
+from transformers import AutoModelForCausalLM
+
 from rollart.backends.vllm.engine import VLLMEngine
 from rollart.backends.vllm.settings import VLLMSettings
 from rollart.core.errors import EngineLost, InvariantViolated
 from rollart.core.tokens import ids
 from rollart.core.types import Finish, GenerateRequest, Manifest, Sampling, TrajectoryId
-from tiny_models import KINDS, tensors_of
-from transformers import AutoModelForCausalLM
 
 SETTINGS = VLLMSettings(dtype="float32", context_tokens=384, max_concurrent=16, kv_gb=0.05, threads=1,
                         handover_folder=f"/dev/shm/rollart-test-{os.getpid()}")
@@ -39,7 +40,8 @@ def manifest(version):
 
 
 def request(prompt=PROMPT, tokens=16, temperature=0.0, member=0, **rest):
-    return GenerateRequest(TrajectoryId(0, member), 0, "test", ids(prompt), tokens, Sampling(temperature, **rest), seed=member)
+    return GenerateRequest(TrajectoryId(0, member), 0, "test", ids(prompt), tokens, Sampling(temperature, **rest),
+                           seed=member)
 
 
 async def update(engine, version):
@@ -109,7 +111,8 @@ def test_versions_in_flight_are_recorded_and_kv_never_crosses_them(served, loop)
     first, done = loop.run_until_complete(across())
     starts = [start for _, start in done.segments]
     assert [version for version, _ in done.segments] == [first, first + 1, first + 2], done.segments
-    assert len(done.tokens) == len(done.logprobs) == 340 and starts == sorted(set(starts))
+    assert len(done.tokens) == len(done.logprobs) == 340
+    assert starts == sorted(set(starts))
     for (version, start), end in zip(done.segments, [*starts[1:], 340], strict=True):
         _, logprobs = reference(folders[version % 2], PROMPT, done.tokens)
         gap = (torch.tensor(done.logprobs) - logprobs).abs()[start:end]
@@ -123,7 +126,7 @@ def test_prefix_cache_is_used_within_a_version_and_dropped_with_it(served, loop)
     async def turns():
         await engine.generate(request(long, 4, member=3))
         before = engine.stats().reused
-        await engine.generate(request(long + [1, 2, 3], 4, member=3))
+        await engine.generate(request([*long, 1, 2, 3], 4, member=3))
         within = engine.stats().reused - before
         await update(engine, engine.version + 1)
         before = engine.stats().reused
@@ -131,7 +134,8 @@ def test_prefix_cache_is_used_within_a_version_and_dropped_with_it(served, loop)
         return within, engine.stats().reused - before, after
 
     within, across, after = loop.run_until_complete(turns())
-    assert within >= 128 and across == 0
+    assert within >= 128
+    assert across == 0
     assert list(after.tokens) == reference(folders[engine.version % 2], long, after.tokens)[0]
 
 
@@ -158,7 +162,9 @@ def test_stop_length_context_and_bad_input(served, loop):
     assert stopped.finish is Finish.STOP
     assert list(stopped.tokens) == list(greedy.tokens[:list(greedy.tokens).index(stop) + 1])
     assert greedy.finish is long.finish is full.finish is Finish.LENGTH
-    assert len(long.tokens) == 4 and len(full.tokens) == 0 and full.segments
+    assert len(long.tokens) == 4
+    assert len(full.tokens) == 0
+    assert full.segments
     assert max(map(abs, cut.logprobs)) < 1e-6, "of the distribution that was sampled: top_k = 1 leaves one token"
     assert again[0].tokens == again[1].tokens
 
@@ -187,7 +193,8 @@ def test_cancel_aborts_and_weights_that_do_not_fit_change_nothing(served, loop, 
         return before, await engine.generate(request())
 
     before, after = loop.run_until_complete(story())
-    assert before.tokens == after.tokens and before.segments == after.segments
+    assert before.tokens == after.tokens
+    assert before.segments == after.segments
 
 
 def test_a_killed_engine_gives_what_it_had_and_starts_again(served, loop):
@@ -218,7 +225,9 @@ def test_a_killed_engine_gives_what_it_had_and_starts_again(served, loop):
         return version, partial, await engine.generate(request())
 
     version, partial, after = loop.run_until_complete(story())
-    assert lost == [engine.id] and 0 < len(partial.tokens) == len(partial.logprobs) and partial.segments == ((version, 0),)
+    assert lost == [engine.id]
+    assert 0 < len(partial.tokens) == len(partial.logprobs)
+    assert partial.segments == ((version, 0),)
     _, logprobs = reference(folders[version % 2], PROMPT, partial.tokens)
     assert (torch.tensor(partial.logprobs) - logprobs).abs().max() < 1e-4
     assert list(after.tokens) == reference(folders[version % 2], PROMPT, after.tokens)[0]

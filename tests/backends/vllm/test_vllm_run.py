@@ -66,9 +66,10 @@ def test_a_run_with_two_vllm_pools_trains_on_the_engines_log_probabilities(tmp_p
     assert len(steps) == 3
     assert max(step["logprob_gap"] for step in steps if "logprob_gap" in step) < 1e-4, "tokens of the newest version"
     with sqlite3.connect(tmp_path / "run" / "run.db") as ledger:
-        trained = ledger.execute("SELECT count(*), max(step - oldest) FROM trajectories WHERE fate = 'trained'").fetchone()
+        trained = ledger.execute("SELECT count(*), max(step - oldest) FROM trajectories "
+                                 "WHERE fate = 'trained'").fetchone()
         kept = [decode(body) for (body,) in ledger.execute("SELECT body FROM payloads")]
-    assert trained == (24, 1) or trained == (24, 0)
+    assert trained in ((24, 1), (24, 0)), "count, and the largest staleness"
     served = {(trajectory.task.domain, turn.completion.engine) for trajectory in kept for turn in trajectory.turns}
     assert served == {("frozen_lake", "a-0"), ("calculator", "b-0")}
     assert not list((tmp_path / "handover").glob("w*")), "nothing is left of the hand-over"

@@ -43,8 +43,8 @@ def check_model(config: Mapping[str, Any], settings: VLLMSettings) -> int:
     heads, split = int(config["num_attention_heads"]), settings.tensor_parallel
     kv_heads = int(config.get("num_key_value_heads") or heads)
     if heads % split or (kv_heads % split and split % kv_heads):
-        raise ConfigError(f"tensor_parallel = {split} must divide the model's {heads} heads, and divide or be a multiple "
-                          f"of its {kv_heads} key-value heads")
+        raise ConfigError(f"tensor_parallel = {split} must divide the model's {heads} heads, and divide or be a "
+                          f"multiple of its {kv_heads} key-value heads")
     longest = int(config.get("max_position_embeddings") or 0)
     if settings.context_tokens > longest > 0:
         raise ConfigError(f"vllm.context_tokens must be at most the model's {longest}; got {settings.context_tokens}")

@@ -11,60 +11,38 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from array import array
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollart.backends.vllm.base import BaseEngine, EngineStats
 from rollart.backends.vllm.checks import check_model, check_vllm, read_config
 from rollart.backends.vllm.handover import Handover, shapes_of
 from rollart.backends.vllm.settings import VLLMSettings
 from rollart.backends.weights import Reader
-from rollart.core.errors import EngineLost, InvariantViolated
+from rollart.core.errors import EngineLost
 from rollart.core.tokens import floats, ids
-from rollart.core.types import Completion, Finish, GenerateRequest, Manifest, TrajectoryId, Version
+from rollart.core.types import Completion, Finish, GenerateRequest, Version
 
 POLL_SECONDS = 0.25
 
 
-@dataclass(slots=True)
-class EngineStats:
-    """Counts since the engine was made: tokens sampled, prefilled, taken from kept KV; requests and KV tokens now."""
-
-    generated: int = 0
-    prefilled: int = 0
-    reused: int = 0
-    running: int = 0
-    waiting: int = 0
-    kv_tokens: int = 0
-
-
-class VLLMEngine:
+class VLLMEngine(BaseEngine):
     """One vLLM engine; its process is a child of this one. `folder`: a Hugging Face checkpoint, for shape, type and
     tensor names; weights come by `load_weights` only. Raises ConfigError before anything is started."""
 
     def __init__(self, id: str, pool: str, folder: Path, settings: VLLMSettings, reader: Reader) -> None:
         check_vllm()
         config = read_config(folder)
-        self.id, self.pool, self._folder, self._settings = id, pool, folder, settings
-        self._context, self._vocabulary = check_model(config, settings), int(config["vocab_size"])
-        self._handover = Handover(reader, shapes_of(folder), bool(config.get("tie_word_embeddings")),
-                                  settings.handover_folder)
-        self.lost: str | None = "not started"
-        self.version: Version | None = None
-        self._llm: Any = None
+        tied = bool(config.get("tie_word_embeddings"))
+        handover = Handover(reader, shapes_of(folder), tied, settings.handover_folder)
+        super().__init__(id, pool, check_model(config, settings), settings.answer_seconds, handover)
+        self._folder, self._settings, self._hand, self._llm = folder, settings, handover, None
+        self._vocabulary = int(config["vocab_size"])
         self._starting: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._watchers: list[Callable[[str], None]] = []
         self._turns: dict[str, asyncio.Task[Completion]] = {}
         self._partials: dict[str, Completion | None] = {}
         self._number = itertools.count()
-        self._suspended, self._stats = False, EngineStats()
-
-    def on_lost(self, callback: Callable[[str], None]) -> None:
-        """`callback(engine id)` runs on the event loop whenever the engine dies, or does not start."""
-        self._watchers.append(callback)
 
     def start(self) -> None:
         """Begin to start, on the event loop; suspend, load and resume wait for it. A started engine stays as it is."""
@@ -89,69 +67,7 @@ class VLLMEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
-        await asyncio.to_thread(self._handover.close)
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one turn. Raises EngineLost; ValueError for a context that is empty or holds unknown token ids."""
-        context = request.context
-        if not isinstance(context, array) or not context or min(context) < 0 or max(context) >= self._vocabulary:
-            raise ValueError(f"a context needs at least one token id in 0..{self._vocabulary - 1}; got {context!r:.80}")
-        if self.lost is not None or self.version is None:
-            raise EngineLost(f"engine {self.id} has no weights loaded" if self.lost is None else
-                             f"engine {self.id} is lost: {self.lost}")
-        limit = min(request.max_tokens, self._context - len(context))
-        if limit <= 0:
-            return Completion(ids(), floats(), ((self.version, 0),), Finish.LENGTH, self.id)
-        name = f"{request.trajectory}.{request.turn}.{next(self._number)}"
-        turn = self._turns[name] = asyncio.create_task(self._sample(name, request, limit))
-        turn.add_done_callback(lambda _: self._turns.pop(name, None))
-        try:
-            await asyncio.wait([turn])
-        except asyncio.CancelledError:
-            turn.cancel()  # vLLM then aborts the request
-            raise
-        if turn.cancelled():
-            raise EngineLost(f"engine {self.id} is lost: {self.lost}", self._partials.pop(name, None))
-        return turn.result()
-
-    async def suspend(self) -> None:
-        """No step begins any more; returns when none runs. Drops all KV. Raises EngineLost."""
-        await self._ready()
-        self._suspended = True
-        await self._answer(self._llm.pause_generation(mode="keep", clear_cache=True), "suspend")
-
-    async def prefetch(self, manifest: Manifest) -> None:
-        """Put these weights where the workers can map them. Raises EngineLost when they are gone or do not fit."""
-        await asyncio.to_thread(self._handover.fetch, manifest)
-
-    async def load_weights(self, manifest: Manifest) -> None:
-        """Swap the weights. Raises EngineLost when they are gone or do not fit (the old ones then stay),
-        InvariantViolated when the version would go back."""
-        await self._ready()
-        if self.version is not None and manifest.version < self.version:
-            raise InvariantViolated(f"I5: engine {self.id} at version {self.version} was given {manifest.version}")
-        path = await asyncio.to_thread(self._handover.fetch, manifest)
-        serves = not self._suspended
-        if serves:
-            await self.suspend()
-        await self._answer(self._update(path, manifest.version), f"load version {manifest.version}")
-        await asyncio.to_thread(self._handover.done)
-        self.version = manifest.version
-        if serves:
-            await self.resume()
-
-    async def resume(self) -> None:
-        await self._ready()
-        await self._answer(self._llm.resume_generation(), "resume")
-        self._suspended = False
-
-    def release(self, trajectory: TrajectoryId) -> None:
-        """Nothing is kept for a trajectory: vLLM's prefix cache gives up what was used least recently."""
-
-    def stats(self) -> EngineStats:
-        return self._stats
-
-    # Behind the port.
+        await asyncio.to_thread(self._hand.close)
 
     async def _start(self) -> None:
         def make() -> Any:
@@ -167,7 +83,7 @@ class VLLMEngine:
             making.add_done_callback(lambda late: late.exception() or late.result().shutdown())
             self._die(f"it did not start within {self._settings.start_seconds:g} s")
         except Exception as error:  # noqa: BLE001 - vLLM's start raises whatever its process met
-            self._die(f"it did not start: {type(error).__name__}: {error}"[:500])
+            self._die(f"it did not start: {type(error).__name__}: {error}")
         else:
             self.lost, self.version, self._suspended = None, None, False
             self._watching = asyncio.create_task(self._watch(), name=f"watch {self.id}")
@@ -177,34 +93,19 @@ class VLLMEngine:
             await asyncio.sleep(POLL_SECONDS)
         self._die("its process died")
 
-    def _die(self, reason: str) -> None:
-        self._end(reason)
-        for watcher in self._watchers:
-            watcher(self.id)
+    async def _ready(self) -> None:
+        if self._starting is not None and not self._starting.done():
+            await asyncio.wait([self._starting])
+        await super()._ready()
 
     def _end(self, reason: str) -> None:
-        self.lost, self.version = reason, None
+        super()._end(reason)
         for name, turn in list(self._turns.items()):
             self._partials[name] = self._partial(name)
             turn.cancel()
 
-    async def _ready(self) -> None:
-        if self._starting is not None and not self._starting.done():
-            await asyncio.wait([self._starting])
-        if self.lost is not None:
-            raise EngineLost(f"engine {self.id} is lost: {self.lost}")
-
-    async def _answer(self, call: Awaitable[Any], what: str) -> None:
-        """Raises EngineLost; an engine that failed or did not answer is in an unknown state, and so is dead."""
-        try:
-            async with asyncio.timeout(self._settings.answer_seconds):
-                await call
-        except TimeoutError:
-            self._die(f"{what}: no answer in {self._settings.answer_seconds:g} s")
-        except Exception as error:  # noqa: BLE001 - vLLM hands on whatever its process raised
-            self._die(f"{what}: {type(error).__name__}: {error}"[:500])
-        if self.lost is not None:
-            raise EngineLost(f"engine {self.id} is lost: {self.lost}")
+    async def _pause(self) -> None:
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
 
     async def _update(self, path: Path, version: Version) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -212,6 +113,24 @@ class VLLMEngine:
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
         await self._llm.finish_weight_update(str(version))
+
+    async def _go_on(self) -> None:
+        await self._llm.resume_generation()
+
+    async def _generate(self, request: GenerateRequest, limit: int) -> Completion:
+        if max(request.context) >= self._vocabulary:
+            raise ValueError(f"the model's token ids end at {self._vocabulary - 1}; got {max(request.context)}")
+        name = f"{request.trajectory}.{request.turn}.{next(self._number)}"
+        turn = self._turns[name] = asyncio.create_task(self._sample(name, request, limit))
+        turn.add_done_callback(lambda _: self._turns.pop(name, None))
+        try:
+            await asyncio.wait([turn])
+        except asyncio.CancelledError:
+            turn.cancel()  # vLLM then aborts the request
+            raise
+        if turn.cancelled():
+            raise self._gone(partial=self._partials.pop(name, None))
+        return turn.result()
 
     async def _sample(self, name: str, request: GenerateRequest, limit: int) -> Completion:
         from vllm import SamplingParams
@@ -227,9 +146,8 @@ class VLLMEngine:
                 final = out.outputs[0]
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineLost(f"engine {self.id}: {type(error).__name__}: {error}"[:500], self._partial(name)) from None
-        finish = Finish.STOP if final.finish_reason == "stop" else Finish.LENGTH
-        return self._completion(final.token_ids, final.logprobs,
-                                [(span.version, span.start) for span in final.weight_versions], finish)
+        return self._completion(final.token_ids, final.logprobs, [(s.version, s.start) for s in final.weight_versions],
+                                Finish.STOP if final.finish_reason == "stop" else Finish.LENGTH)
 
     def _completion(self, tokens: Any, logprobs: Any, spans: Any, finish: Finish) -> Completion:
         chosen = floats(entry[token].logprob for token, entry in zip(tokens, logprobs, strict=False))
@@ -237,8 +155,7 @@ class VLLMEngine:
 
     def _partial(self, name: str) -> Completion | None:
         """What vLLM's output side, in this process, holds of a turn whose engine died."""
-        states = self._llm.output_processor.request_states.values() if self._llm is not None else ()
-        for state in states:
+        for state in self._llm.output_processor.request_states.values() if self._llm is not None else ():
             if state.external_req_id == name and state.weight_version_starts:
                 return self._completion(list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs,
                                         state.weight_version_starts, Finish.LENGTH)
@@ -278,12 +195,13 @@ def _arguments(folder: Path, settings: VLLMSettings, context: int) -> Any:
     cpu = current_platform.is_cpu()
     if cpu and settings.threads:
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(settings.threads)}
+    kv_gb = settings.kv_gb or (1.0 if cpu else 0.0)
     return AsyncEngineArgs(
         model=str(folder), skip_tokenizer_init=True, load_format="dummy", dtype=settings.dtype,
         max_model_len=context or None, max_num_seqs=settings.max_concurrent,
         max_num_batched_tokens=max(settings.prefill_chunk, settings.max_concurrent),
-        kv_cache_memory_bytes=int((settings.kv_gb or cpu) * 1e9) or None,
-        gpu_memory_utilization=settings.gpu_memory_utilization, tensor_parallel_size=settings.tensor_parallel,
+        kv_cache_memory_bytes=int(kv_gb * 1e9) or None, gpu_memory_utilization=settings.gpu_memory_utilization,
+        tensor_parallel_size=settings.tensor_parallel,
         enforce_eager=settings.eager == "always" or (settings.eager == "auto" and cpu),
         enable_prefix_caching=settings.prefix_caching, logprobs_mode="processed_logprobs", disable_log_stats=True,
         worker_extension_cls="rollart.backends.vllm.transfer.Extension", weight_transfer_config={"backend": "rollart"})

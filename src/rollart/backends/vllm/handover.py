@@ -36,7 +36,7 @@ def coverage(expected: Shapes, given: Shapes, *, tied: bool) -> str:
     wrong = (("missing", expected.keys() - given.keys() - optional),
              ("unknown", given.keys() - expected.keys() - optional),
              ("of another shape", {name for name in expected.keys() & given.keys() if expected[name] != given[name]}))
-    return "; ".join(f"{what}: {', '.join(sorted(names)[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return "; ".join(f"{what}: {', '.join(sorted(names)[:4])}" + (f" and {len(names) - 4} more" * (len(names) > 4))
                      for what, names in wrong if names and expected)
 
 

@@ -4,7 +4,7 @@ With vLLM's endpoints it is an engine like any other: tokens in, tokens out with
 paused, given new weights through a folder that it sees too, resumed. A server that has `/v1/completions` alone can play
 an evaluation of the weights it has, and is refused for training.
 
-Keeps true: as `engine`; a server that does not answer is lost at once; closing the connection aborts its request.
+Keeps true: as `base`; a server that does not answer is lost at once; closing the connection aborts its request.
 Waits for the server, with a deadline for each call.
 """
 
@@ -12,41 +12,39 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from rollart.backends.vllm.engine import EngineStats
+from rollart.backends.vllm.base import BaseEngine
 from rollart.backends.vllm.handover import Handover
 from rollart.backends.vllm.settings import ServerSettings
 from rollart.backends.weights import Reader
-from rollart.core.errors import ConfigError, EngineLost, InvariantViolated
+from rollart.core.errors import ConfigError, EngineLost
 from rollart.core.tokens import floats, ids
-from rollart.core.types import Completion, Finish, GenerateRequest, Manifest, TrajectoryId, Version
+from rollart.core.types import Completion, Finish, GenerateRequest, Version
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
-UPDATE = ("/start_weight_update", "/update_weights", "/finish_weight_update")
+TRAINING = (GENERATE, "/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update",
+            "/server_info")
 
 
-class OpenAIEngine:
-    """One server at `url`. Without a reader it keeps the weights it has, whatever version they are called."""
+class OpenAIEngine(BaseEngine):
+    """One server at `url`. A reader means that it is to be trained with."""
 
     def __init__(self, id: str, pool: str, url: str, settings: ServerSettings, reader: Reader | None = None) -> None:
-        self.id, self.pool, self._url, self._settings = id, pool, url.rstrip("/"), settings
-        self._handover = Handover(reader, {}, tied=False, folder=settings.handover_folder) if reader else None
-        self.lost: str | None = "not started"
-        self.version: Version | None = None
-        self._model, self._context, self._tokens = settings.model, 0, True
-        self._watchers: list[Callable[[str], None]] = []
-        self._stats, self._suspended = EngineStats(), False
+        super().__init__(id, pool, 0, settings.answer_seconds,
+                         Handover(reader, {}, False, settings.handover_folder) if reader else None)
+        self._url, self._seconds, self._model, self._tokens = url.rstrip("/"), settings.seconds, settings.model, True
         key = os.environ.get(settings.key_env, "") if settings.key_env else ""
         self._client = httpx.AsyncClient(base_url=self._url, headers={"Authorization": f"Bearer {key}"} if key else {},
                                          timeout=None, limits=httpx.Limits(max_connections=None))
 
     async def check(self) -> None:
-        """Look at the server before anything starts. Raises ConfigError where it is not there or cannot do what is
-        asked of it: with a reader, to be trained with."""
+        """Look at the server before anything starts. Raises ConfigError where it is not there, or cannot do what is
+        asked of it."""
         try:
             listed = (await self._call("GET", "/v1/models"))["data"]
             paths = (await self._call("GET", "/openapi.json"))["paths"]
@@ -58,18 +56,14 @@ class OpenAIEngine:
         self._model, self._context, self._tokens = entry["id"], int(entry.get("max_model_len") or 0), GENERATE in paths
         if self._handover is None:
             return
-        if missing := [path for path in (GENERATE, "/pause", *UPDATE, "/server_info") if path not in paths]:
-            raise ConfigError(f"{self._url} cannot be trained with, it has no {missing[0]}: start a vLLM of 0.32 or newer "
-                              "as docs/engines.md says")
+        if missing := [path for path in TRAINING if path not in paths]:
+            raise ConfigError(f"{self._url} cannot be trained with, it has no {missing[0]}: start a vLLM of 0.32 or "
+                              "newer as docs/engines.md says")
         config = (await self._call("GET", "/server_info?config_format=json"))["vllm_config"]
         mode, transfer = config["model_config"]["logprobs_mode"], config["weight_transfer_config"] or {}
         if mode != "processed_logprobs" or transfer.get("backend") != "rollart":
-            raise ConfigError(f"{self._url} must be started with --logprobs-mode processed_logprobs (it has {mode}) and "
-                              f"--weight-transfer-config '{{\"backend\": \"rollart\"}}' (it has {transfer or 'none'})")
-
-    def on_lost(self, callback: Callable[[str], None]) -> None:
-        """`callback(engine id)` runs whenever the server does not answer."""
-        self._watchers.append(callback)
+            raise ConfigError(f"{self._url} must be started with --logprobs-mode processed_logprobs (it has {mode}) "
+                              f"and --weight-transfer-config backend rollart (it has {transfer.get('backend')})")
 
     def start(self) -> None:
         self.lost = None
@@ -81,20 +75,13 @@ class OpenAIEngine:
         self.lost = None
 
     async def close(self) -> None:
-        self.lost, self.version = "closed", None
+        self._end("closed")
         await self._client.aclose()
         if self._handover is not None:
             self._handover.close()
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one turn. Raises EngineLost."""
-        if self.lost is not None or self.version is None:
-            raise EngineLost(f"engine {self.id} has no weights loaded" if self.lost is None else
-                             f"engine {self.id} is lost: {self.lost}")
-        version, sampling, context = self.version, request.sampling, list(request.context)  # type: ignore[arg-type]
-        limit = min(request.max_tokens, self._context - len(context)) if self._context else request.max_tokens
-        if limit <= 0:
-            return Completion(ids(), floats(), ((version, 0),), Finish.LENGTH, self.id)
+    async def _generate(self, request: GenerateRequest, limit: int) -> Completion:
+        sampling, version, context = request.sampling, self.version or 0, list(request.context)  # type: ignore[arg-type]
         wanted = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
                   "max_tokens": limit, "stop_token_ids": list(request.stop), "ignore_eos": True, "logprobs": 0,
                   "seed": request.seed}
@@ -103,7 +90,7 @@ class OpenAIEngine:
         self._stats.running += 1
         try:
             answer = await self._call("POST", GENERATE if self._tokens else COMPLETIONS, {"model": self._model, **body},
-                                      self._settings.seconds)
+                                      self._seconds)
             done = self._read(answer["choices"][0], version)
         except (LookupError, TypeError, ValueError) as error:
             raise EngineLost(f"{self._url} answered without token ids and log-probs: {error!r}"[:300]) from None
@@ -115,58 +102,31 @@ class OpenAIEngine:
     def _read(self, choice: Mapping[str, Any], version: Version) -> Completion:
         tokens, given = ids(choice["token_ids"]), choice["logprobs"]
         logprobs = floats([entry["logprob"] for entry in given["content"]] if self._tokens else given["token_logprobs"])
-        spans = tuple((int(span["version"]), int(span["start"])) for span in choice.get("weight_versions") or ()
-                      if self._handover is not None) or ((version, 0),)
-        if len(logprobs) != len(tokens) or choice["finish_reason"] not in ("stop", "length"):
-            raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} log-probs, {choice['finish_reason']}")
-        return Completion(tokens, logprobs, spans, Finish(choice["finish_reason"]), self.id)
+        spans = [(int(span["version"]), int(span["start"])) for span in choice.get("weight_versions") or ()
+                 if self._handover is not None]
+        if len(logprobs) != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probs")
+        return Completion(tokens, logprobs, tuple(spans) or ((version, 0),), Finish(choice["finish_reason"]), self.id)
 
-    async def suspend(self) -> None:
-        if self._handover is not None:
-            self._suspended = True
-            await self._call("POST", "/pause?mode=keep")
+    async def _pause(self) -> None:
+        await self._call("POST", "/pause?mode=keep")
 
-    async def prefetch(self, manifest: Manifest) -> None:
-        if self._handover is not None:
-            await asyncio.to_thread(self._handover.fetch, manifest)
+    async def _update(self, path: Path, version: Version) -> None:
+        await self._call("POST", "/start_weight_update")
+        await self._call("POST", "/update_weights", {"update_info": {"path": str(path)}})
+        await self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
 
-    async def load_weights(self, manifest: Manifest) -> None:
-        """Raises EngineLost; InvariantViolated when the version would go back."""
-        if self.version is not None and manifest.version < self.version:
-            raise InvariantViolated(f"I5: engine {self.id} at version {self.version} was given {manifest.version}")
-        if self._handover is not None:
-            path, serves = await asyncio.to_thread(self._handover.fetch, manifest), not self._suspended
-            if serves:
-                await self.suspend()
-            for step, body in zip(UPDATE, ({}, {"update_info": {"path": str(path)}},
-                                           {"weight_version": str(manifest.version)}), strict=True):
-                await self._call("POST", step, body)
-            await asyncio.to_thread(self._handover.done)
-            if serves:
-                await self.resume()
-        self.version = manifest.version
-
-    async def resume(self) -> None:
-        if self._handover is not None:
-            await self._call("POST", "/resume")
-            self._suspended = False
-
-    def release(self, trajectory: TrajectoryId) -> None:
-        """The server's cache gives up what was used least recently."""
-
-    def stats(self) -> EngineStats:
-        return self._stats
+    async def _go_on(self) -> None:
+        await self._call("POST", "/resume")
 
     async def _call(self, method: str, path: str, body: Any = None, seconds: float = 0.0) -> Any:
-        """The JSON that came back. Raises EngineLost, and tells the watchers where nothing answered."""
+        """The JSON that came back. Raises EngineLost; a server that does not answer is dead."""
         try:
-            async with asyncio.timeout(seconds or self._settings.answer_seconds):
+            async with asyncio.timeout(seconds or self._answer_seconds):
                 answer = await self._client.request(method, path, json=body)
         except (httpx.HTTPError, TimeoutError) as error:
-            self.lost, self.version = f"{method} {self._url}{path}: {str(error) or type(error).__name__}", None
-            for watcher in self._watchers:
-                watcher(self.id)
-            raise EngineLost(self.lost) from None
+            self._die(f"{method} {self._url}{path}: {str(error) or type(error).__name__}")
+            raise self._gone() from None
         try:
             if answer.status_code == 200:
                 return answer.json()

@@ -71,4 +71,4 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         if not (self.seconds > 0 and self.answer_seconds > 0):
-            raise ValueError(f"seconds and answer_seconds must be above 0; got {self.seconds} and {self.answer_seconds}")
+            raise ValueError(f"seconds, answer_seconds must be above 0; got {self.seconds}, {self.answer_seconds}")

@@ -67,7 +67,7 @@ class FileTransfer(WeightTransferEngine[NoInit, FileUpdate]):
         tied = _tied_heads(self.model)
         left = sorted(name for name in self._left if not any(name == f"{head}.weight" for head, _ in tied))
         if left:
-            raise ValueError(f"no tensor came for {', '.join(left[:4])}" + (f" and {len(left) - 4} more" * (len(left) > 4)))
+            raise ValueError(f"no tensor came for {len(left)} parameters: {', '.join(left[:4])}, ...")
         if current_platform.is_cpu():
             _pack_tied_heads(self.model, [module for _, module in tied])
 
