@@ -54,7 +54,8 @@ test-cluster: $(VENV)/.ray  ## Tests over a Ray cluster of logical nodes on this
 	@touch $@
 
 test-vllm: .venv-vllm/.done  ## Tests of vLLM engines on a CPU, in an environment of their own (Linux, 3 GB, ten minutes)
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/backends/vllm
+	test -e .venv-vllm/smollm2/config.json || .venv-vllm/bin/python benchmarks/smollm2.py .venv-vllm/smollm2
+	OMP_NUM_THREADS=1 ROLLART_SMOLLM2=$$PWD/.venv-vllm/smollm2 .venv-vllm/bin/python -m pytest tests/backends/vllm
 
 bench: $(VENV)/.dev  ## The benchmarks, one after the other (about half an hour)
 	$(BIN)/python benchmarks/engine.py

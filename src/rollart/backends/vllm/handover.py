@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollart.backends.weights import Reader, Writer
+from rollart.backends.weights import Reader, Writer, open_writer
 from rollart.backends.weights.settings import WeightsSettings
-from rollart.core.errors import EngineLost
+from rollart.core.errors import EngineLost, TrainerLost
 from rollart.core.types import Manifest
 
 FILE = "model.safetensors"
@@ -50,8 +50,7 @@ class Handover:
         self._own: Manifest | None = None
 
     def fetch(self, manifest: Manifest) -> Path:
-        """The file with these weights; the same again until `done`. Raises EngineLost when they are gone or do not
-        fit."""
+        """The file with these weights, the same until `done`. Raises EngineLost when they are gone or do not fit."""
         if self._fetched and self._fetched[0] == manifest:
             return self._fetched[1]
         self.done()
@@ -61,23 +60,23 @@ class Handover:
             raise EngineLost(f"weights of version {manifest.version} do not fit the model: {wrong}")
         path = Path(manifest.location) / FILE
         if not path.is_file():
-            if self._writer is None:
-                from rollart.backends.weights.file import FileWriter
-
-                self._writer = FileWriter(WeightsSettings(carrier="file", folder=self._folder))
-            self._own = self._writer.put(manifest.version, tensors)
+            self._writer = self._writer or open_writer(WeightsSettings(carrier="file", folder=self._folder))
+            try:
+                self._own = self._writer.put(manifest.version, tensors)
+            except TrainerLost as full:
+                raise EngineLost(str(full)) from None
             path = Path(self._own.location) / FILE
         self._fetched = manifest, path
         return path
 
     def done(self) -> None:
         """The file has been loaded: one that was made for this engine goes."""
-        if self._writer is not None and self._own is not None:
+        if self._writer and self._own:
             self._writer.drop(self._own)
         self._fetched = self._own = None
 
     def close(self) -> None:
         self._fetched = self._own = None
-        if self._writer is not None:
+        if self._writer:
             self._writer.close()
-            self._writer = None
+        self._writer = None

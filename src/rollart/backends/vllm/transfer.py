@@ -15,38 +15,32 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-BACKEND = "rollart"
-
 
 @dataclass
-class NoInit(WeightTransferInitInfo):
+class NoInit(base.WeightTransferInitInfo):
     """There is nothing to agree upon beforehand."""
 
 
 @dataclass
-class FileUpdate(WeightTransferUpdateInfo):
+class FileUpdate(base.WeightTransferUpdateInfo):
     """`path` of a safetensors file with every tensor of the model under its Hugging Face name."""
 
     path: str = ""
 
 
-class FileTransfer(WeightTransferEngine[NoInit, FileUpdate]):
+class FileTransfer(base.WeightTransferEngine[NoInit, FileUpdate]):
     """One update: start, any number of files, finish."""
 
     init_info_cls, update_info_cls = NoInit, FileUpdate
 
-    def init_transfer_engine(self, init_info: NoInit) -> None:
-        pass
+    def init_transfer_engine(self, init_info: NoInit) -> None: ...
+    def shutdown(self) -> None: ...
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -58,36 +52,24 @@ class FileTransfer(WeightTransferEngine[NoInit, FileUpdate]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdate) -> None:
-        device = "cpu" if current_platform.is_cpu() else str(current_platform.device_type)
-        self._left -= set(self.model.load_weights(iter(load_file(update_info.path, device).items())) or self._left)
+        tensors = load_file(update_info.path)  # mapped; each worker copies its slice to its device
+        self._left -= set(self.model.load_weights(iter(tensors.items())) or self._left)
 
     def finish_weight_update(self) -> None:
         """Raises ValueError where a parameter was left out."""
         finalize_layerwise_reload(self.model, self.model_config)
-        tied = _tied_heads(self.model)
-        left = sorted(name for name in self._left if not any(name == f"{head}.weight" for head, _ in tied))
-        if left:
-            raise ValueError(f"no tensor came for {len(left)} parameters: {', '.join(left[:4])}, ...")
-        if current_platform.is_cpu():
-            _pack_tied_heads(self.model, [module for _, module in tied])
-
-    def shutdown(self) -> None:
-        pass
-
-
-def _tied_heads(model: Any) -> list[tuple[str, Any]]:
-    if not getattr(model.config, "tie_word_embeddings", False):
-        return []
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, ParallelLMHead)]
-
-
-def _pack_tied_heads(model: Any, heads: list[Any]) -> None:
-    """A tied lm_head keeps the packed copy of the old embedding: give it the new one and pack it again."""
-    for head in heads:
-        embedding = next(module for module in model.modules() if isinstance(module, VocabParallelEmbedding)
-                         and not isinstance(module, ParallelLMHead))
-        head.weight = embedding.weight
-        head.quant_method.process_weights_after_loading(head)
+        modules = dict(self.model.named_modules())
+        if getattr(self.model.config, "tie_word_embeddings", False):
+            heads = {name: module for name, module in modules.items() if isinstance(module, ParallelLMHead)}
+            self._left -= {f"{name}.weight" for name in heads}
+            if current_platform.is_cpu():  # the head keeps the packed copy of the old embedding
+                embedding = next(module for module in modules.values() if isinstance(module, VocabParallelEmbedding)
+                                 and not isinstance(module, ParallelLMHead))
+                for head in heads.values():
+                    head.weight = embedding.weight
+                    head.quant_method.process_weights_after_loading(head)
+        if self._left:
+            raise ValueError(f"no tensor came for {len(self._left)} parameters: {', '.join(sorted(self._left)[:4])}")
 
 
 def _pack_experts_again() -> None:
@@ -109,7 +91,7 @@ class Extension:
     """Mixed into vLLM's worker, so that this module is imported there."""
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, FileTransfer)
+if "rollart" not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine("rollart", FileTransfer)
     if current_platform.is_cpu():
         _pack_experts_again()
