@@ -72,6 +72,10 @@ def train(
             settings = load_recipe(recipe, sets or [])
         if ray:
             settings = replace(settings, cluster=replace(settings.cluster, address=ray))
+        if not settings.cluster.address:
+            from rollart.parts import check_engines
+
+            check_engines(settings)
         if dry_run:
             _describe(settings)
             return

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rollart.backends.process.environments import ProcessEnvironments
 from rollart.config.recipe import Recipe
@@ -23,7 +25,6 @@ from rollart.core.types import Version
 from rollart.policy import Policy, cache_folder
 
 if TYPE_CHECKING:
-    from rollart.backends.torch.engine import EmbeddedEngine
     from rollart.backends.torch.learner import TorchTrainer
     from rollart.backends.torch.ranks import RankedTrainer
     from rollart.backends.torch.settings import LearnerSettings
@@ -44,10 +45,17 @@ class Parts:
     cluster: Cluster
 
 
+@runtime_checkable
+class Checked(Protocol):
+    """An engine whose other side can be looked at before anything starts. Raises ConfigError."""
+
+    async def check(self) -> None: ...
+
+
 class LocalCluster:
     """The Cluster port for engines in this process."""
 
-    def __init__(self, engines: Sequence[EmbeddedEngine]) -> None:
+    def __init__(self, engines: Sequence[Any]) -> None:
         self._engines = {engine.id: engine for engine in engines}
         self._lost: asyncio.Queue[str] = asyncio.Queue()
         for engine in engines:
@@ -84,6 +92,9 @@ async def local_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, ref
         await trainer.load(checkpoint)
     engines = [make_engine(id, pool, recipe, policy, weights) for id, pool in engine_ids(recipe)]
     evaluating = [make_engine("eval", "eval", recipe, policy, weights)] if recipe.evaluation.tasks else []
+    for engine in engines:
+        if isinstance(engine, Checked):
+            await engine.check()
     for engine in (*engines, *evaluating):
         engine.start()
         stack.push_async_callback(engine.close)
@@ -109,6 +120,7 @@ def make_trainer(recipe: Recipe, policy: Policy, reference: Transformer | None, 
                         reference=reference, lora=recipe.lora, base=recipe.model.path, cores=shares()[1])
 
 
+<<<<<<< HEAD
 def make_ranked(recipe: Recipe, policy: Policy, reference: Policy | None, launch: Any = None) -> RankedTrainer:
     """The learner over recipe.learner.ranks processes: on this machine, or (`launch`) elsewhere. Raises ConfigError."""
     from rollart.backends.torch.checkpoint import save_shape
@@ -137,10 +149,52 @@ def learner_settings(recipe: Recipe) -> LearnerSettings:
 
 def make_engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: Any) -> EmbeddedEngine:
     """`weights`: where it reads from."""
+=======
+def make_engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: Any) -> Any:
+    """`weights`: where it reads from. An evaluation's engine is embedded, or vLLM's where the first pool's is."""
+    settings = recipe.pools.get(pool) or next(iter(recipe.pools.values()))
+    if settings.engine == "server" and pool in recipe.pools:
+        from rollart.backends.vllm.server import OpenAIEngine
+
+        return OpenAIEngine(id, pool, settings.urls[int(id.rpartition("-")[2])], recipe.server, weights)
+    if settings.engine == "vllm":
+        from rollart.backends.vllm.engine import VLLMEngine
+
+        return VLLMEngine(id, pool, _model_folder(recipe, policy), recipe.vllm, weights)
+>>>>>>> w-vllm
     from rollart.backends.torch.engine import EmbeddedEngine
     from rollart.backends.torch.threads import shares
 
     return EmbeddedEngine(id, pool, policy.model, weights, recipe.engine, shares()[0])
+
+
+def check_engines(recipe: Recipe) -> None:
+    """What this machine's vLLM and the model do not allow. Raises ConfigError."""
+    if any(pool.engine == "vllm" for pool in recipe.pools.values()):
+        from rollart.backends.vllm.checks import check_model, check_vllm, read_config
+
+        check_vllm()
+        small = recipe.model.small
+        check_model(read_config(Path(recipe.model.path)) if recipe.model.path else {
+            "num_attention_heads": small.heads, "num_key_value_heads": small.kv_heads,
+            "max_position_embeddings": small.context_tokens}, recipe.vllm)
+
+
+def _model_folder(recipe: Recipe, policy: Policy) -> Path:
+    """A checkpoint folder of the model's shape: the recipe's, or one that lasts as long as this process."""
+    from rollart.backends.torch.checkpoint import save_model
+
+    if recipe.model.path:
+        return Path(recipe.model.path)
+    folder = Path(_scratch().name)
+    if not (folder / "config.json").exists():
+        save_model(policy.model, folder, policy.chat)
+    return folder
+
+
+@cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="rollart-model-")
 
 
 def make_environments(recipe: Recipe) -> ProcessEnvironments:

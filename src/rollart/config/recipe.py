@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rollart.algo.catalogue import resolve
 from rollart.algo.settings import AlgoSettings
@@ -24,6 +24,7 @@ from rollart.backends.torch.settings import (
     SmallModel,
     WarmStartSettings,
 )
+from rollart.backends.vllm.settings import ServerSettings, VLLMSettings
 from rollart.backends.weights.settings import WeightsSettings
 from rollart.config.toml import build, override, read_toml
 from rollart.control.pipeline import PipelineSettings
@@ -58,13 +59,16 @@ class EvaluationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """One pool of engines: how many replicas it has. `domains`: the task domains that prefer it.
+    """One pool of engines: how many replicas it has. `domains`: the task domains that prefer it. `engine`: embedded
+    ([engine]), vllm ([vllm]), or server: OpenAI-compatible servers at `urls`, one a replica ([server]).
 
     On a cluster: hardware: the pool of nodes that they prefer (empty: any). tensor_parallel: devices of an engine.
     """
 
     replicas: int = 1
     domains: tuple[str, ...] = ()
+    engine: Literal["embedded", "vllm", "server"] = "embedded"
+    urls: tuple[str, ...] = ()
     hardware: str = ""
     tensor_parallel: int = 1
 
@@ -72,6 +76,11 @@ class PoolSettings:
         if self.replicas < 1 or self.tensor_parallel < 1:
             raise ValueError(f"needs replicas and tensor_parallel of at least 1; got {self.replicas} and "
                              f"{self.tensor_parallel}")
+        if len(self.urls) != (self.replicas if self.engine == "server" else 0):
+            raise ValueError(f"engine = {self.engine!r} with {self.replicas} replicas needs "
+                             f"{self.replicas if self.engine == 'server' else 'no'} urls; got {len(self.urls)}")
+        if bad := [url for url in self.urls if not url.startswith(("http://", "https://"))]:
+            raise ValueError(f"urls must begin with http:// or https://; got {bad[0]!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +110,8 @@ class Recipe:
     lora: LoraSettings | None = None
     warm_start: WarmStartSettings | None = None
     engine: EngineSettings = field(default_factory=EngineSettings)
+    vllm: VLLMSettings = field(default_factory=VLLMSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)
     pools: Mapping[str, PoolSettings] = field(default_factory=lambda: {"default": PoolSettings()})
     environments: ProcessSettings = field(default_factory=ProcessSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
@@ -136,7 +147,8 @@ class Recipe:
 SECTIONS: dict[str, Any] = {
     "pipeline": PipelineSettings, "schedule": ScheduleSettings, "rollout": RolloutSettings, "sampling": Sampling,
     "algorithm": AlgoSettings, "learner": LearnerSettings, "model": ModelSettings, "chat": ChatSettings,
-    "lora": LoraSettings, "warm_start": WarmStartSettings, "engine": EngineSettings, "environments": ProcessSettings,
+    "lora": LoraSettings, "warm_start": WarmStartSettings, "engine": EngineSettings, "vllm": VLLMSettings,
+    "server": ServerSettings, "environments": ProcessSettings,
     "reward": RewardSettings, "evaluation": EvaluationSettings, "weights": WeightsSettings,
     "cluster": ClusterSettings,
 }
@@ -242,6 +254,12 @@ def _check(recipe: Recipe) -> None:
         raise ConfigError(f"learner.warmup_steps = {learner.warmup_steps} must be below the schedule's length of "
                           f"{learner.total_steps or recipe.pipeline.steps} steps")
     needed = max(entry.settings["max_tokens"] for entry in recipe.domains.values())
+    kinds = {pool.engine for pool in recipe.pools.values()}
+    if "vllm" in kinds and 0 < recipe.vllm.context_tokens < rollout.context_tokens:
+        raise ConfigError(f"rollout.context_tokens = {rollout.context_tokens} must be at most vllm.context_tokens = "
+                          f"{recipe.vllm.context_tokens}")
+    if recipe.lora and kinds != {"embedded"}:
+        raise ConfigError("[lora] sends adapters only, which embedded engines alone merge: leave pools.*.engine out")
     engine = recipe.engine.context_tokens
     if engine and rollout.context_tokens > engine:
         raise ConfigError(f"rollout.context_tokens = {rollout.context_tokens} must be at most engine.context_tokens = "
