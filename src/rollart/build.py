@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollart.backends.scorers import Scorers, open_scorers
-from rollart.build_ray import check_model, domain_pools, open_cluster, plan, ray_parts
+from rollart.build_ray import domain_pools, open_cluster, plan, ray_parts
 from rollart.config.recipe import Recipe
 from rollart.control.env_manager import Services
 from rollart.control.evaluation import Evaluator
@@ -42,7 +42,7 @@ from rollart.observe.invariants import Bounds, Invariants
 from rollart.observe.journal import Journal, Subscriber
 from rollart.observe.ledger import Ledger
 from rollart.observe.run_folder import RunFolder
-from rollart.parts import LocalCluster, Parts, local_parts, make_engine, make_environments
+from rollart.parts import LocalCluster, Parts, check_engines, local_parts, make_engine, make_environments
 from rollart.policy import Policy, Progress, context_tokens, first_policy, load_policy
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[Eva
 
 async def _connect(stack: AsyncExitStack, recipe: Recipe) -> RayCluster:
     """Join the cluster and see that everything fits, before anything else is begun. Raises ConfigError."""
-    check_model(recipe)
+    check_engines(recipe, here=False)
     cluster = open_cluster(recipe)
     stack.callback(cluster.close)
     plan(recipe, cluster.nodes())

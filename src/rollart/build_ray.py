@@ -18,7 +18,7 @@ from rollart.control.mending import MendingTrainer
 from rollart.core.errors import ConfigError, EngineLost, EnvironmentFailed, TrainerLost
 from rollart.distributed import Need, Node, Placed, Role, affinity, place, render_plan, worker_class
 from rollart.observe.run_folder import RunFolder
-from rollart.parts import Parts, engine_ids, make_ranked
+from rollart.parts import Parts, check_engines, engine_ids, make_ranked
 from rollart.policy import Policy, cache_folder
 
 WORKERS: dict[Role, str] = {
@@ -43,11 +43,16 @@ def needs(recipe: Recipe) -> list[Need]:
     out = [Need(name, Role.ACTOR_TRAIN, recipe.cluster.train or mapped.get("default", ""))
            for name in learner_names(recipe)]
     for id, pool in engine_ids(recipe):
-        out.append(Need(id, Role.ACTOR_GEN, recipe.pools[pool].hardware, recipe.pools[pool].tensor_parallel))
+        out.append(Need(id, Role.ACTOR_GEN, recipe.pools[pool].hardware, devices(recipe, pool)))
     if recipe.evaluation.tasks:
         out.append(Need("eval", Role.ACTOR_GEN, recipe.cluster.evaluation))
     out.append(Need("environments", Role.ENVIRONMENT, recipe.cluster.environments, spread=True))
     return out
+
+
+def devices(recipe: Recipe, pool: str) -> int:
+    """Of one engine."""
+    return recipe.vllm.tensor_parallel if recipe.pools[pool].engine == "vllm" else 1
 
 
 def learner_names(recipe: Recipe) -> list[str]:
@@ -150,22 +155,13 @@ def _source(policy: Policy, recipe: Recipe) -> Any:
         return Shared(ray.put(pack(policy.folder or Path(made))))
 
 
-def check_model(recipe: Recipe) -> None:
-    """What the model says about the cluster. Raises ConfigError."""
-    from rollart.backends.torch.checkpoint import load_config
-
-    heads = load_config(recipe.model.path).heads if recipe.model.path else recipe.model.small.heads
-    for name, pool in recipe.pools.items():
-        if heads % pool.tensor_parallel:
-            raise ConfigError(f"pools.{name}.tensor_parallel = {pool.tensor_parallel} does not divide the model's "
-                              f"{heads} attention heads: set a divisor of {heads}")
-
-
 def open_cluster(recipe: Recipe) -> Any:
     """A connected RayCluster; the caller closes it. Raises ConfigError."""
     if recipe.weights.carrier == "memory":
         raise ConfigError("weights.carrier = 'memory' stays inside one process; on a cluster set it to 'file' (nodes "
                           "that share weights.folder), 'collective' or 'mooncake'")
+    if served := [name for name, pool in recipe.pools.items() if pool.engine == "server"]:
+        raise ConfigError(f"pools.{served[0]}.engine = 'server' is reached without --ray only, so far: leave it out")
     if recipe.lora:
         raise ConfigError("[lora] is not there on a cluster yet: leave it out, or run without --ray")
     try:
@@ -184,9 +180,9 @@ def plan_lines(recipe: Recipe) -> list[str]:
     """
     if recipe.cluster.address in ("", "local"):
         if not recipe.model.path or Path(recipe.model.path).is_dir():  # a plan may be made far from the model
-            check_model(recipe)
+            check_engines(recipe, here=False)
         return plan(recipe, planned_nodes(recipe))[1]
-    check_model(recipe)
+    check_engines(recipe, here=False)
     cluster = open_cluster(recipe)
     try:
         return plan(recipe, cluster.nodes())[1]

@@ -120,7 +120,6 @@ def make_trainer(recipe: Recipe, policy: Policy, reference: Transformer | None, 
                         reference=reference, lora=recipe.lora, base=recipe.model.path, cores=shares()[1])
 
 
-<<<<<<< HEAD
 def make_ranked(recipe: Recipe, policy: Policy, reference: Policy | None, launch: Any = None) -> RankedTrainer:
     """The learner over recipe.learner.ranks processes: on this machine, or (`launch`) elsewhere. Raises ConfigError."""
     from rollart.backends.torch.checkpoint import save_shape
@@ -147,9 +146,6 @@ def learner_settings(recipe: Recipe) -> LearnerSettings:
     return settings
 
 
-def make_engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: Any) -> EmbeddedEngine:
-    """`weights`: where it reads from."""
-=======
 def make_engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: Any) -> Any:
     """`weights`: where it reads from. An evaluation's engine is embedded, or vLLM's where the first pool's is."""
     settings = recipe.pools.get(pool) or next(iter(recipe.pools.values()))
@@ -161,19 +157,19 @@ def make_engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: Any
         from rollart.backends.vllm.engine import VLLMEngine
 
         return VLLMEngine(id, pool, _model_folder(recipe, policy), recipe.vllm, weights)
->>>>>>> w-vllm
     from rollart.backends.torch.engine import EmbeddedEngine
     from rollart.backends.torch.threads import shares
 
     return EmbeddedEngine(id, pool, policy.model, weights, recipe.engine, shares()[0])
 
 
-def check_engines(recipe: Recipe) -> None:
-    """What this machine's vLLM and the model do not allow. Raises ConfigError."""
+def check_engines(recipe: Recipe, *, here: bool = True) -> None:
+    """What vLLM (of this machine, if the engines are to run `here`) and the model do not allow. Raises ConfigError."""
     if any(pool.engine == "vllm" for pool in recipe.pools.values()):
         from rollart.backends.vllm.checks import check_model, check_vllm, read_config
 
-        check_vllm()
+        if here:
+            check_vllm()
         small = recipe.model.small
         check_model(read_config(Path(recipe.model.path)) if recipe.model.path else {
             "num_attention_heads": small.heads, "num_key_value_heads": small.kv_heads,

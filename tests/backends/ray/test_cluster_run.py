@@ -262,7 +262,8 @@ def test_a_role_that_cannot_start_ends_the_start_and_leaves_nothing(logical, tmp
     (["--ray", "127.0.0.1:1"], "no Ray cluster at '127.0.0.1:1'"),
     (["--ray", "ray://head:10001"], "ray:// clients are not supported"),
     (["--ray", "{address}", "--set", "cluster.train=H900"], "pool 'H900' has no nodes in this cluster"),
-    (["--ray", "{address}", "--set", "pools.decode.tensor_parallel=3"], "does not divide the model's 2"),
+    (["--ray", "{address}", "--set", "pools.decode.engine=vllm", "--set", "vllm.tensor_parallel=3"],
+     "must divide the model's 2"),
     (["--ray", "{address}", "--set", "weights.carrier=memory"], "weights.carrier = 'memory' stays inside one process"),
     (["--ray", "{address}", "--set", "pools.decode.replicas=9"], "no node has 1 free units for decode-"),
 ])
