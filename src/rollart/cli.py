@@ -75,7 +75,7 @@ def train(
         if not settings.cluster.address:
             from rollart.parts import check_engines
 
-            check_engines(settings, here=not settings.cluster.address)
+            check_engines(settings)
         if dry_run:
             _describe(settings)
             return
