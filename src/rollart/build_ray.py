@@ -7,7 +7,8 @@ happens. Waits for actors, each start under cluster.start_seconds.
 from __future__ import annotations
 
 import asyncio
-import tempfile
+import dataclasses
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -93,7 +94,8 @@ async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, refer
 
     placed, _ = plan(recipe, cluster.nodes())
     where = {item.need.name: item for item in placed if not item.need.spread}
-    common = {"recipe": recipe.to_json(), "model": _source(policy, recipe)}
+    policy, reference = _shared(policy, folder), reference and _shared(reference, folder)
+    common = {"recipe": recipe.to_json(), "model": str(policy.folder)}
     limits = {"start_seconds": recipe.cluster.start_seconds, "silent_seconds": recipe.cluster.silent_seconds}
 
     async def remote(name: str, role: Role, lost: Any, spec: Mapping[str, Any]) -> Remote:
@@ -101,7 +103,7 @@ async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, refer
         (options,) = await cluster.reserve([cluster.demand(item.node, item.need.units)], name)
         return Remote(name, worker_name(recipe, role), role.value, {**common, **spec}, lambda: options, lost, **limits)
 
-    own = {"reference": _source(reference, recipe)} if reference else {}
+    own = {"reference": str(reference.folder)} if reference else {}
     learners = [await remote(name, Role.ACTOR_TRAIN, TrainerLost, {**own, "rank": rank})
                 for rank, name in enumerate(learner_names(recipe))]
     for learner in learners:
@@ -139,20 +141,18 @@ async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, refer
     return Parts(trainer, training, evaluating, environments, RemoteCluster(engines))
 
 
-def _source(policy: Policy, recipe: Recipe) -> Any:
-    """How an actor gets the model: a folder that every node sees, or the files, in the object store once."""
-    import ray
-
-    from rollart.backends.ray.host import Shared
+def _shared(policy: Policy, folder: RunFolder) -> Policy:
+    """The policy in a folder that every node sees: its own, or (made or warm-started here) a copy in the run's."""
     from rollart.backends.torch.checkpoint import save_model
-    from rollart.workers import pack
 
-    if policy.folder is not None and cache_folder() not in policy.folder.parents:
-        return str(policy.folder.resolve())
-    with tempfile.TemporaryDirectory() as made:
-        if policy.folder is None:
-            save_model(policy.model, made, policy.chat)
-        return Shared(ray.put(pack(policy.folder or Path(made))))
+    target = folder.path.resolve() / "model"
+    if policy.folder is None:
+        save_model(policy.model, target, policy.chat)
+    elif cache_folder().resolve() in policy.folder.resolve().parents:
+        shutil.copytree(policy.folder, target, dirs_exist_ok=True)
+    else:
+        target = policy.folder.resolve()
+    return dataclasses.replace(policy, folder=target)
 
 
 def open_cluster(recipe: Recipe) -> Any:

@@ -22,7 +22,7 @@ from rollart.core.clock import draw
 from rollart.core.errors import ConfigError
 from rollart.core.ports import Cluster
 from rollart.core.types import Version
-from rollart.policy import Policy, cache_folder
+from rollart.policy import Policy
 
 if TYPE_CHECKING:
     from rollart.backends.torch.learner import TorchTrainer
@@ -129,8 +129,7 @@ def make_ranked(recipe: Recipe, policy: Policy, reference: Policy | None, launch
         raise ConfigError(f"[lora] needs the learner in one process: set learner.ranks = 1; got {recipe.learner.ranks}")
 
     def source(model: Policy) -> Any:
-        seen = model.folder is not None and not (launch and cache_folder() in model.folder.parents)
-        return str(model.folder) if seen else (model.config, model.model.state_dict())
+        return str(model.folder) if model.folder else (model.config, model.model.state_dict())
 
     spec = RankSpec(model=source(policy), settings=learner_settings(recipe), algo=recipe.algorithm,
                     weights=recipe.weights, temperature=recipe.sampling.temperature, seed=draw(recipe.seed, "learner"),

@@ -1,15 +1,12 @@
 """The workers that ship: one process of each role, whose part is made from the recipe inside that process.
 
 Keeps true: the part is the same that runs in one process without Ray. `spec` is plain data: `recipe` (as `to_json`
-gives it), `model` and `reference` (a folder that every node sees, or the files of one); an engine's `id`, `pool`, a
-learner's `rank` of recipe.learner.ranks.
+gives it), `model` and `reference` (folders that every node sees); an engine's `id`, `pool`, a learner's `rank`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +29,11 @@ class RecipeWorker(Worker):
 
     def policy(self, name: str = "model") -> Policy:
         """The model called so in the spec. Raises ConfigError where this node does not see its folder."""
-        return load_policy(unpack(self.spec[name]), self.recipe)
+        folder = Path(self.spec[name])
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is not on this node: put the model and the run folder on a file system that "
+                              "every node mounts at the same path")
+        return load_policy(folder, self.recipe)
 
 
 class EngineWorker(RecipeWorker):
@@ -113,30 +114,3 @@ class EnvironmentsWorker(RecipeWorker):
     async def close_one(self, number: int) -> None:
         if environment := self._open.pop(number, None):
             await environment.close()
-
-
-def pack(folder: Path) -> dict[str, bytes]:
-    """The files of a model folder, to be sent to nodes that do not see it."""
-    return {f.name: f.read_bytes() for f in sorted(folder.iterdir()) if f.is_file()}
-
-
-def unpack(model: str | Mapping[str, bytes]) -> Path:
-    """A folder on this node. Raises ConfigError where it is named and not here."""
-    if isinstance(model, str):
-        if not Path(model).is_dir():
-            raise ConfigError(f"{model} is not on this node: put the model and the run folder on a file system that "
-                              "every node mounts at the same path")
-        return Path(model)
-    digest = hashlib.blake2b(b"".join(model.values()), digest_size=8).hexdigest()
-    target = Path(tempfile.gettempdir()) / f"rollart-model-{digest}"
-    if not target.is_dir():
-        with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as part:
-            made = Path(part) / "model"
-            made.mkdir()
-            for name, content in model.items():
-                (made / name).write_bytes(content)
-            try:
-                made.rename(target)
-            except OSError:
-                pass  # another process was faster
-    return target

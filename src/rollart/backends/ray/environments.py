@@ -20,8 +20,6 @@ from rollart.core.errors import ConfigError, EnvironmentFailed, NoCapacity, Stal
 from rollart.core.types import Action, Observation, Task
 
 WATCH_SECONDS = 2.0
-AGAIN_SECONDS = 5.0
-"""Pause before a node whose actor did not start is tried again."""
 
 
 class RemoteEnvironments:
@@ -33,7 +31,6 @@ class RemoteEnvironments:
         self._changed = Changed()
         self._open: Counter[str] = Counter()
         self._starting: dict[str, asyncio.Task[None]] = {}
-        self._not_before: dict[str, float] = {}
         self._watching: asyncio.Task[None] | None = None
         self.lost_nodes = 0
         self.recoveries: list[float] = []
@@ -106,8 +103,7 @@ class RemoteEnvironments:
                 del self._hosts[node]
             for node in nodes:
                 host = self._hosts.get(node)
-                if (host is None or host.dead is not None) and node not in self._starting \
-                        and now() >= self._not_before.get(node, 0.0):
+                if (host is None or host.dead is not None) and node not in self._starting:
                     self._starting[node] = asyncio.create_task(self._start(node), name=f"environments on {node}")
             await asyncio.sleep(WATCH_SECONDS)
 
@@ -122,7 +118,7 @@ class RemoteEnvironments:
             if node in self._down:
                 self.recoveries.append(now() - self._down.pop(node))
         except (NoCapacity, ConfigError):
-            self._not_before[node] = now() + AGAIN_SECONDS
+            pass  # the watch tries again
         finally:
             del self._starting[node]
             self._changed.notify()
