@@ -42,7 +42,7 @@ from rollart.observe.invariants import Bounds, Invariants
 from rollart.observe.journal import Journal, Subscriber
 from rollart.observe.ledger import Ledger
 from rollart.observe.run_folder import RunFolder
-from rollart.parts import LocalCluster, Parts, check_engines, local_parts, make_engine, make_environments
+from rollart.parts import EngineCluster, Parts, check_engines, local_parts, make_engine, make_environments
 from rollart.policy import Policy, Progress, context_tokens, first_policy, load_policy
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[Eva
                             environments=environments, renderer=policy.chat, scorer=scorer, journal=journal,
                             settings=dataclasses.replace(recipe.rollout, context_tokens=context_tokens(recipe, policy)),
                             seed=draw(recipe.seed, "eval"))
-        evaluator = _evaluator(recipe, services, Parts(None, [], [engine], environments, LocalCluster([engine])),
+        evaluator = _evaluator(recipe, services, Parts(None, [], [engine], environments, EngineCluster([engine])),
                                changed)
         assert evaluator is not None
         return await evaluator.run(manifest)

@@ -19,7 +19,7 @@ from rollart.control.mending import MendingTrainer
 from rollart.core.errors import ConfigError, EngineLost, EnvironmentFailed, TrainerLost
 from rollart.distributed import Need, Node, Placed, Role, affinity, place, render_plan, worker_class
 from rollart.observe.run_folder import RunFolder
-from rollart.parts import Parts, check_engines, engine_ids, make_ranked
+from rollart.parts import EngineCluster, Parts, check_engines, engine_ids, make_ranked
 from rollart.policy import Policy, cache_folder
 
 WORKERS: dict[Role, str] = {
@@ -86,7 +86,7 @@ def plan(recipe: Recipe, nodes: Sequence[Node]) -> tuple[tuple[Placed, ...], lis
 async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, reference: Policy | None,
                     checkpoint: Path | None, folder: RunFolder, cluster: Any) -> Parts:
     """Every role in actors of a connected `cluster`; `stack` closes them. Raises ConfigError, NoCapacity."""
-    from rollart.backends.ray.engines import RemoteCluster, RemoteEngine
+    from rollart.backends.ray.engines import RemoteEngine
     from rollart.backends.ray.environments import RemoteEnvironments
     from rollart.backends.ray.remote import Remote
     from rollart.backends.ray.trainer import ActorRank, RemoteTrainer
@@ -138,7 +138,7 @@ async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, refer
         await trainer.load(checkpoint)
     evaluating = [engine for engine in engines if engine.pool == "eval" and engine.id == "eval"]
     training = [engine for engine in engines if engine not in evaluating]
-    return Parts(trainer, training, evaluating, environments, RemoteCluster(engines))
+    return Parts(trainer, training, evaluating, environments, EngineCluster(engines))
 
 
 def _shared(policy: Policy, folder: RunFolder) -> Policy:

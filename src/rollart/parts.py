@@ -52,8 +52,8 @@ class Checked(Protocol):
     async def check(self) -> None: ...
 
 
-class LocalCluster:
-    """The Cluster port for engines in this process."""
+class EngineCluster:
+    """The Cluster port over engines that tell their loss and start again where they were."""
 
     def __init__(self, engines: Sequence[Any]) -> None:
         self._engines = {engine.id: engine for engine in engines}
@@ -100,7 +100,7 @@ async def local_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, ref
         stack.push_async_callback(engine.close)
     environments = make_environments(recipe)
     stack.push_async_callback(environments.close)
-    return Parts(trainer, engines, evaluating, environments, LocalCluster([*engines, *evaluating]))
+    return Parts(trainer, engines, evaluating, environments, EngineCluster([*engines, *evaluating]))
 
 
 def engine_ids(recipe: Recipe) -> list[tuple[str, str]]:
