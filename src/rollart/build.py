@@ -109,6 +109,8 @@ class Run:
             "waits": [{"who": w.who, "what": w.what, "seconds": round(time - w.since, 1)}
                       for w in self.pipeline.changed.waits[:20]],
             "repairs": {"turns moved": self.proxy.moved, "engine restarts": self.pipeline.supervisor.restarts,
+                        "learner restarts": len(getattr(self.parts.trainer, "recoveries", ())),
+                        "environment nodes lost": getattr(self.parts.environments, "lost_nodes", 0),
                         "routed to another pool": self.proxy.routing.fallbacks},
             "in_flight": [dataclasses.asdict(item) | {"id": str(item.id)} for item in rollout.in_flight()[:20]],
             "engines": engines,
