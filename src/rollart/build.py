@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
-import inspect
 import json
-import os
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -22,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollart.backends.process.environments import ProcessEnvironments
 from rollart.backends.scorers import Scorers, open_scorers
+from rollart.build_ray import domain_pools, open_cluster, plan, ray_parts
 from rollart.config.recipe import Recipe
 from rollart.control.env_manager import Services
 from rollart.control.evaluation import Evaluator
@@ -40,165 +36,17 @@ from rollart.core.clock import draw, now
 from rollart.core.errors import ConfigError, InvariantViolated, RollArtError, RunError, first_error
 from rollart.core.events import Event, RewardsSampled, RunEnded, StepEnded
 from rollart.core.ports import EnvironmentPool, Trainer
-from rollart.core.tokens import Counted, floats, ids, join
-from rollart.core.types import Completion, EvalResult, Finish, Manifest, Restored, Version
-from rollart.envs.demonstrations import Demonstration, demonstrations
+from rollart.core.types import EvalResult, Manifest, Restored, Version
 from rollart.envs.latency import InjectedLatency
 from rollart.observe.invariants import Bounds, Invariants
 from rollart.observe.journal import Journal, Subscriber
 from rollart.observe.ledger import Ledger
 from rollart.observe.run_folder import RunFolder
+from rollart.parts import EngineCluster, Parts, check_engines, local_parts, make_engine, make_environments
+from rollart.policy import Policy, Progress, context_tokens, first_policy, load_policy
 
 if TYPE_CHECKING:
-    from rollart.backends.torch.chat import Chat
-    from rollart.backends.torch.engine import EmbeddedEngine
-    from rollart.backends.torch.learner import TorchTrainer
-    from rollart.backends.torch.transformer import Transformer
-    from rollart.backends.weights.memory import MemoryWeights
-
-Progress = Callable[[str, int, int, float], None]
-"""Called with what is done, its step, the number of steps, and a figure (the loss)."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """A model and how it speaks."""
-
-    model: Transformer
-    chat: Chat
-
-
-def load_policy(folder: Path, recipe: Recipe) -> Policy:
-    """From a Hugging Face checkpoint folder, with the recipe's way to chat. Raises ConfigError."""
-    from rollart.backends.torch.chat import load_chat
-    from rollart.backends.torch.checkpoint import load_model
-
-    if not folder.is_dir():
-        raise ConfigError(f"model folder {folder} does not exist: set model.path to a Hugging Face checkpoint folder")
-    return Policy(load_model(folder), load_chat(folder, recipe.chat))
-
-
-def first_policy(recipe: Recipe, progress: Progress = lambda *_: None) -> Policy:
-    """The model that a new run starts from: a folder, or the small one, warm-started if the recipe says so.
-
-    Warm starts are kept in the user's cache folder, under all that they depend on.
-    """
-    from rollart.backends.torch import warm_start as warm
-    from rollart.backends.torch.chat import ByteChat
-    from rollart.backends.torch.checkpoint import save_model
-    from rollart.backends.torch.threads import available
-    from rollart.backends.torch.transformer import small_model
-
-    def base() -> Policy:
-        if recipe.model.path:
-            return load_policy(Path(recipe.model.path), recipe)
-        return Policy(small_model(recipe.model.small, draw(recipe.seed, "model")), ByteChat())
-
-    if recipe.warm_start is None:
-        return base()
-    if recipe.model.path and not Path(recipe.model.path).is_dir():
-        return base()  # says that it does not exist
-    key = _warm_key(recipe)
-    found = warm.cached(cache_folder(), key)
-    if found is None:
-        policy = base()
-        _context(recipe, policy)  # what does not fit together is said before minutes of imitation
-        warm.imitate(policy.model, _imitation(recipe, policy.chat), recipe.warm_start, len(available()),
-                     lambda step, steps, loss: progress("warm start", step, steps, loss))
-        found = warm.store(cache_folder(), key, lambda folder: save_model(policy.model, folder, policy.chat))
-    return load_policy(found, recipe)
-
-
-def _context(recipe: Recipe, policy: Policy) -> int:
-    """The longest trajectory in tokens. Raises ConfigError where model, chat and settings do not fit together."""
-    model, needed = policy.model.config, policy.chat.vocabulary_size
-    if model.vocabulary < needed:
-        raise ConfigError(f"the chat has {needed} token ids, the model {model.vocabulary}: raise its vocabulary")
-    context = recipe.rollout.context_tokens or recipe.engine.context_tokens or model.context_tokens
-    if context > model.context_tokens:
-        raise ConfigError(f"a context of {context} tokens was asked for, the model has {model.context_tokens}: lower "
-                          "rollout.context_tokens or engine.context_tokens")
-    held = recipe.engine.context_tokens or model.context_tokens
-    if held > recipe.engine.kv_tokens:
-        raise ConfigError(f"engine.kv_tokens must hold one whole context of {held} tokens; got "
-                          f"{recipe.engine.kv_tokens}: raise it, or lower engine.context_tokens")
-    return context
-
-
-def cache_folder() -> Path:
-    """Where warm starts are kept: $ROLLART_CACHE, or rollart/ in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("ROLLART_CACHE") or Path(base) / "rollart") / "warm_start"
-
-
-def _warm_key(recipe: Recipe) -> dict[str, Any]:
-    plain = recipe.to_json()
-    domains = {name: {k: v for k, v in table.items() if k not in ("weight", "latency")}
-               for name, table in plain["domains"].items()}
-    files = []
-    if recipe.model.path:
-        files = [(str(f), f.stat().st_size, f.stat().st_mtime_ns)
-                 for f in sorted(Path(recipe.model.path).resolve().iterdir())]
-    key = {"model": plain["model"], "files": files, "warm_start": plain["warm_start"], "domains": domains,
-           "seed": recipe.seed, "code": _code_hash(recipe)}
-    return json.loads(json.dumps(key))  # type: ignore[no-any-return]
-
-
-def _code_hash(recipe: Recipe) -> str:
-    """Of the code that a warm start depends on: players and texts of its domains, chat, model, imitation."""
-    from rollart.backends.torch import chat, moe, optimizer, scoring, shapes, transformer, warm_start
-    from rollart.envs import demonstrations as playing
-
-    modules = [sys.modules[type(recipe.domain(name)).__module__] for name in recipe.domains]
-    digest = hashlib.sha256()
-    for module in (*modules, chat, moe, optimizer, scoring, shapes, transformer, warm_start, playing):
-        digest.update(inspect.getsource(module).encode())
-    return digest.hexdigest()[:16]
-
-
-def _imitation(recipe: Recipe, chat: Chat) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Demonstrations of every domain as (ids, mask), mask 1 on the player's actions."""
-    settings = recipe.warm_start
-    assert settings is not None
-    sequences: list[tuple[Sequence[int], Sequence[int]]] = []
-    for name in recipe.domains:
-        rate = settings.error_rates.get(name, settings.error_rate)
-        count = settings.episodes.get(name, settings.demonstrations)
-        for episode in demonstrations(recipe.domain(name), count, seed=draw(recipe.seed, "demo"),
-                                      error_rate=rate):
-            sequences.append(_rendered(chat, episode))
-    return sequences
-
-
-def _rendered(chat: Chat, episode: Demonstration) -> tuple[Sequence[int], Sequence[int]]:
-    """A demonstration as the tokens that a rollout of the same words would have."""
-    out = join(chat.prompt(episode.start.messages))
-    mask = [0] * len(out)
-    for i, text in enumerate(episode.actions):
-        action = chat.action(text)
-        said = Completion(action, floats([0.0] * len(action)), ((0, 0),), Finish.STOP)
-        last = i + 1 == len(episode.actions)
-        reply = ids() if last else chat.reply(said, episode.observations[i].messages)
-        out = join(out, action, reply)
-        mask += [1] * len(action) + [0] * len(reply)
-    assert not isinstance(out, Counted)
-    return out, mask
-
-
-class LocalCluster:
-    """The Cluster port for engines in this process."""
-
-    def __init__(self, engines: Sequence[EmbeddedEngine]) -> None:
-        self._engines = {engine.id: engine for engine in engines}
-        self._lost: asyncio.Queue[str] = asyncio.Queue()
-        for engine in engines:
-            engine.on_lost(lambda id=engine.id: self._lost.put_nowait(id))
-
-    async def wait_lost(self) -> str:
-        return await self._lost.get()
-
-    async def restart(self, engine: str) -> None:
-        await self._engines[engine].restart()
+    from rollart.backends.ray.cluster import RayCluster
 
 
 class FolderCheckpoints:
@@ -238,9 +86,7 @@ class Run:
     folder: RunFolder
     pipeline: Pipeline
     proxy: LLMProxy
-    environments: ProcessEnvironments
-    engines: Sequence[EmbeddedEngine]
-    trainer: TorchTrainer
+    parts: Parts
     ledger: Ledger
     journal: Journal
     restored: Restored | None
@@ -249,9 +95,9 @@ class Run:
     def snapshot(self) -> dict[str, Any]:
         """What `rollart status` shows of a live run."""
         buffer, rollout, time = self.pipeline.buffer, self.pipeline.rollout, now()
-        environments = self.environments.stats()
+        environments = self.parts.environments.stats()
         engines = []
-        for engine in self.engines:
+        for engine in self.parts.engines:
             stats = engine.stats()
             engines.append({"id": engine.id, "pool": engine.pool, "version": engine.version,
                             "state": engine.lost or "serves", "running": stats.running, "waiting": stats.waiting,
@@ -263,6 +109,8 @@ class Run:
             "waits": [{"who": w.who, "what": w.what, "seconds": round(time - w.since, 1)}
                       for w in self.pipeline.changed.waits[:20]],
             "repairs": {"turns moved": self.proxy.moved, "engine restarts": self.pipeline.supervisor.restarts,
+                        "learner restarts": len(getattr(self.parts.trainer, "recoveries", ())),
+                        "environment nodes lost": getattr(self.parts.environments, "lost_nodes", 0),
                         "routed to another pool": self.proxy.routing.fallbacks},
             "in_flight": [dataclasses.asdict(item) | {"id": str(item.id)} for item in rollout.in_flight()[:20]],
             "engines": engines,
@@ -306,38 +154,31 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         if version > recipe.pipeline.steps:
             raise ConfigError(f"pipeline.steps = {recipe.pipeline.steps} is below the checkpoint's {version} steps: "
                               "set it higher")
-        scorer = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
-        stack.push_async_callback(scorer.close)
+        cluster = await _connect(stack, recipe) if recipe.cluster.address else None
+        scorer = await _scorers(stack, recipe)
         # Adapters belong to the model that the run began with; the checkpoint's own has them merged in.
         whole = checkpoint if not recipe.lora else None
         policy = load_policy(whole[1], recipe) if whole else await _in_thread(recipe, progress)
         copied = recipe.algorithm.reference == "copy"
-        reference = (await _in_thread(recipe, progress)).model if copied else None
+        reference = await _in_thread(recipe, progress) if copied else None
         restored = ledger.recover(version) if resume else None
 
         check = LedgerCheck(ledger)
         journal = Journal([_invariants(recipe), ledger, *subscribers(ledger), check])
-        context = _context(recipe, policy)
-        trainer, weights = _trainer(recipe, policy, reference)
-        stack.callback(trainer.close)
-        if checkpoint:
-            await trainer.load(checkpoint[1])
-        engines = [_engine(f"{pool}-{i}", pool, recipe, policy, weights)
-                   for pool, settings in recipe.pools.items() for i in range(settings.replicas)]
-        eval_engines = [_engine("eval", "eval", recipe, policy, weights)] if recipe.evaluation.tasks else []
-        for engine in (*engines, *eval_engines):
-            engine.start()
-            stack.push_async_callback(engine.close)
-        environments = _environments(recipe)
-        stack.push_async_callback(environments.close)
+        context = context_tokens(recipe, policy)
+        folder_or_none = checkpoint[1] if checkpoint else None
+        if cluster:
+            parts = await ray_parts(stack, recipe, policy, reference, folder_or_none, folder, cluster)
+        else:
+            parts = await local_parts(stack, recipe, policy, reference, folder_or_none, folder.newest_checkpoint)
 
         changed = Changed()
-        affinity = {domain: pool for pool, settings in recipe.pools.items() for domain in settings.domains}
         rollout_settings = dataclasses.replace(recipe.rollout, context_tokens=context)
-        proxy = LLMProxy(engines, affinity, journal=journal, changed=changed, full=recipe.engine.max_concurrent)
+        proxy = LLMProxy(parts.engines, domain_pools(recipe), journal=journal, changed=changed,
+                         full=recipe.engine.max_concurrent)
         schedule = recipe.schedule.schedule
         services = Services(
-            proxy=proxy, environments=_with_latency(recipe, environments), renderer=policy.chat, scorer=scorer,
+            proxy=proxy, environments=_with_latency(recipe, parts.environments), renderer=policy.chat, scorer=scorer,
             journal=journal, settings=rollout_settings, sampling=recipe.sampling, seed=draw(recipe.seed, "rollout"),
             wave=Wave(changed, rollout_settings.stall_seconds) if schedule.turn_barrier else None)
         buffer = SampleBuffer(batch_groups=rollout_settings.batch_groups, alpha=recipe.schedule.bound,
@@ -346,18 +187,16 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         tasks = TaskMix({name: Share(entry.weight, partial(recipe.domain(name).task, split="train"))
                          for name, entry in recipe.domains.items()}, draw(recipe.seed, "tasks"))
         rollout = RolloutScheduler(services, buffer, tasks, changed)
-        sync = WeightSync(trainer, proxy, journal)
-        cluster = LocalCluster([*engines, *eval_engines])
-        supervisor = Supervisor(cluster, proxy, sync, changed)
+        sync = WeightSync(parts.trainer, proxy, journal)
+        supervisor = Supervisor(parts.cluster, proxy, sync, changed, max_restarts=recipe.cluster.max_restarts)
         pipeline = Pipeline(recipe.pipeline, algo=recipe.algorithm, buffer=buffer, changed=changed, rollout=rollout,
-                            sync=sync, supervisor=supervisor, trainer=trainer, tasks=tasks, journal=journal,
+                            sync=sync, supervisor=supervisor, trainer=parts.trainer, tasks=tasks, journal=journal,
                             checkpoints=FolderCheckpoints(folder, ledger, recipe.keep_checkpoints),
-                            evaluator=_evaluator(recipe, services, eval_engines, environments, changed, cluster))
+                            evaluator=_evaluator(recipe, services, parts, changed))
         check.rollout, check.before = rollout, ledger.counts()["dispatched"]
         if checkpoint and pipeline.evaluator:
             pipeline.evaluator.number = json.loads((checkpoint[1] / "state.json").read_text())["evaluations"]
-        yield Run(recipe, folder, pipeline, proxy, environments, engines, trainer, ledger, journal, restored,
-                  scorer)
+        yield Run(recipe, folder, pipeline, proxy, parts, ledger, journal, restored, scorer)
 
 
 def _invariants(recipe: Recipe) -> Invariants:
@@ -383,59 +222,21 @@ async def _in_thread(recipe: Recipe, progress: Progress) -> Policy:
         stop.set()
 
 
-def _trainer(recipe: Recipe, policy: Policy, reference: Transformer | None) -> tuple[TorchTrainer, MemoryWeights]:
-    from rollart.backends.torch.checkpoint import save_model
-    from rollart.backends.torch.learner import TorchTrainer
-    from rollart.backends.torch.lora import AdapterWeights
-    from rollart.backends.torch.threads import shares
-    from rollart.backends.weights.memory import MemoryWeights
-
-    weights = AdapterWeights(policy.model.state_dict(), recipe.lora) if recipe.lora else MemoryWeights()
-    settings = recipe.learner
-    if settings.schedule != "constant" and not settings.total_steps:
-        settings = dataclasses.replace(settings, total_steps=recipe.pipeline.steps)
-    trainer = TorchTrainer(policy.model, settings, recipe.algorithm, weights,
-                           temperature=recipe.sampling.temperature, seed=draw(recipe.seed, "learner"),
-                           export=lambda folder: save_model(policy.model, folder, policy.chat),
-                           reference=reference, lora=recipe.lora, base=recipe.model.path,
-                           cores=shares()[1])
-    return trainer, weights
-
-
-def _engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: MemoryWeights) -> EmbeddedEngine:
-    from rollart.backends.torch.engine import EmbeddedEngine
-    from rollart.backends.torch.threads import shares
-
-    return EmbeddedEngine(id, pool, policy.model, weights, recipe.engine, shares()[0])
-
-
-def _environments(recipe: Recipe) -> ProcessEnvironments:
-    """As many processes as episodes can run at once, unless the recipe says fewer."""
-    settings, rollout = recipe.environments, recipe.rollout
-    if not settings.max_processes:
-        most = recipe.slots * (rollout.group_size + rollout.spares) + recipe.evaluation.concurrent
-        settings = dataclasses.replace(settings, max_processes=most)
-    return ProcessEnvironments({name: entry.settings for name, entry in recipe.domains.items()}, settings,
-                               wait_seconds=0.9 * rollout.open_seconds, open_seconds=rollout.open_seconds,
-                               call_seconds=rollout.environment_seconds)
-
-
 def _with_latency(recipe: Recipe, pool: EnvironmentPool) -> EnvironmentPool:
     latencies = {name: entry.latency for name, entry in recipe.domains.items() if entry.latency}
     return InjectedLatency(pool, latencies, draw(recipe.seed, "latency")) if latencies else pool
 
 
-def _evaluator(recipe: Recipe, services: Services, engines: Sequence[EmbeddedEngine], environments: EnvironmentPool,
-               changed: Changed, cluster: LocalCluster | None = None) -> Evaluator | None:
+def _evaluator(recipe: Recipe, services: Services, parts: Parts, changed: Changed) -> Evaluator | None:
     """Evaluation plays the domains as they are, without injected latency, on an engine of its own."""
-    if not engines:
+    if not parts.eval_engines:
         return None
-    proxy = LLMProxy(engines, {}, journal=services.journal, changed=changed, wait_seconds=30.0)
-    own = dataclasses.replace(services, proxy=proxy, environments=environments, wave=None,
+    proxy = LLMProxy(parts.eval_engines, {}, journal=services.journal, changed=changed, wait_seconds=30.0)
+    own = dataclasses.replace(services, proxy=proxy, environments=parts.environments, wave=None,
                               sampling=recipe.evaluation.sampling)
     domains = [recipe.domain(name) for name in recipe.domains]
     tasks = [domain.task(i, "eval") for i in range(recipe.evaluation.tasks) for domain in domains]
-    return Evaluator(own, tasks, concurrent=recipe.evaluation.concurrent, cluster=cluster)
+    return Evaluator(own, tasks, concurrent=recipe.evaluation.concurrent, cluster=parts.cluster)
 
 
 async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[EvalResult, ...]:
@@ -447,19 +248,33 @@ async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[Eva
     weights = MemoryWeights()
     manifest: Manifest = weights.put(0, policy.model.state_dict())
     async with AsyncExitStack() as stack:
-        engine = _engine("eval", "eval", recipe, policy, weights)
+        engine = make_engine("eval", "eval", recipe, policy, weights)
         engine.start()
         stack.push_async_callback(engine.close)
-        environments = _environments(recipe)
+        environments = make_environments(recipe)
         stack.push_async_callback(environments.close)
-        scorer = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
-        stack.push_async_callback(scorer.close)
-        journal = Journal([])
-        context = _context(recipe, policy)
-        services = Services(proxy=LLMProxy([engine], {}, journal=journal, changed=Changed()),
+        scorer = await _scorers(stack, recipe)
+        journal, changed = Journal([]), Changed()
+        services = Services(proxy=LLMProxy([engine], {}, journal=journal, changed=changed),
                             environments=environments, renderer=policy.chat, scorer=scorer, journal=journal,
-                            settings=dataclasses.replace(recipe.rollout, context_tokens=context),
+                            settings=dataclasses.replace(recipe.rollout, context_tokens=context_tokens(recipe, policy)),
                             seed=draw(recipe.seed, "eval"))
-        evaluator = _evaluator(recipe, services, [engine], environments, Changed())
+        evaluator = _evaluator(recipe, services, Parts(None, [], [engine], environments, EngineCluster([engine])),
+                               changed)
         assert evaluator is not None
         return await evaluator.run(manifest)
+
+
+async def _connect(stack: AsyncExitStack, recipe: Recipe) -> RayCluster:
+    """Join the cluster and see that everything fits, before anything else is begun. Raises ConfigError."""
+    check_engines(recipe, here=False)
+    cluster = open_cluster(recipe)
+    stack.callback(cluster.close)
+    plan(recipe, cluster.nodes())
+    return cluster
+
+
+async def _scorers(stack: AsyncExitStack, recipe: Recipe) -> Scorers:
+    scorers = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
+    stack.push_async_callback(scorers.close)
+    return scorers

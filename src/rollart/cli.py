@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +49,8 @@ def train(
     run: Annotated[Path | None, typer.Option("--run", help="Folder for this run (new). Default: runs/NAME-N.")] = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
     sets: Sets = None,
+    ray: Annotated[str, typer.Option("--ray", metavar="ADDRESS", help="Run on Ray: HOST:PORT of its head, auto, or "
+                                     "local (start the recipe's nodes here). Sets cluster.address.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the recipe, print what would run, stop.")] = False,
 ) -> None:
     """Train by a recipe, or go on with an interrupted run."""
@@ -68,6 +71,12 @@ def train(
         else:
             assert recipe is not None
             settings = load_recipe(recipe, sets or [])
+        if ray:
+            settings = replace(settings, cluster=replace(settings.cluster, address=ray))
+        if not settings.cluster.address:
+            from rollart.parts import check_engines
+
+            check_engines(settings)
         if dry_run:
             _describe(settings)
             return
@@ -122,6 +131,11 @@ def _describe(recipe: Recipe) -> None:
                   f"trajectories; schedule {recipe.schedule.name}, at most {bound} versions old, {slots} group slots, "
                   f"up to {slots * (rollout.group_size + rollout.spares)} environments at once")
     console.print("domains by weight: " + ", ".join(f"{n} {w / sum(weights.values()):.0%}" for n, w in weights.items()))
+    if recipe.cluster.address or recipe.cluster.pools:
+        from rollart.build_ray import plan_lines
+
+        for line in plan_lines(recipe):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 async def _train(recipe: Recipe, folder: RunFolder, *, resume: bool) -> bool:

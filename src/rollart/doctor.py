@@ -21,6 +21,7 @@ PARTS = (
     ("transformers", "transformers", "hf", "tokenizers and chat templates of Hugging Face checkpoint folders"),
     ("peft", "peft", "lora", "training adapters only ([lora] in a recipe)"),
     ("gymnasium", "gymnasium", "envs", "the frozen_lake domain"),
+    ("ray", "ray", "ray", "running on a cluster (rollart train --ray)"),
     ("boto3", "boto3", "serverless", "rewards on AWS Lambda"),
     ("functions_framework", "functions-framework", "serverless", "rollart reward serve"),
 )
@@ -40,7 +41,7 @@ def check_up(console: Console) -> bool:
             importlib.import_module(module)
             state = f"[green]{importlib.metadata.version(distribution)}[/]"
         except ImportError as missing:
-            needed = needed and extra in ("hf", "lora", "serverless")
+            needed = needed and extra in ("hf", "lora", "serverless", "ray")
             state = f"[yellow]{missing}: pip install 'rollart\\[{extra}]'[/]"
         table.add_row(module, state, use)
     kind = next((kind for kind in ("bubblewrap", "podman", "docker") if not reason(kind)), "")

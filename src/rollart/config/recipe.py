@@ -10,11 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rollart.algo.catalogue import resolve
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.process.environments import ProcessSettings
+from rollart.backends.ray.settings import ClusterSettings
 from rollart.backends.torch.settings import (
     ChatSettings,
     EngineSettings,
@@ -23,6 +24,8 @@ from rollart.backends.torch.settings import (
     SmallModel,
     WarmStartSettings,
 )
+from rollart.backends.vllm.settings import ServerSettings, VLLMSettings
+from rollart.backends.weights.settings import WeightsSettings
 from rollart.config.toml import build, override, read_toml
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import FreeSlots, RolloutSettings, ScheduleSettings
@@ -56,14 +59,26 @@ class EvaluationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """One pool of engines: how many replicas it has. `domains`: the task domains that prefer it."""
+    """One pool of engines: how many replicas it has. `domains`: the task domains that prefer it. `engine`: embedded
+    ([engine]), vllm ([vllm]), or server: OpenAI-compatible servers at `urls`, one a replica ([server]).
+
+    On a cluster: hardware: the pool of nodes that they prefer (empty: any).
+    """
 
     replicas: int = 1
     domains: tuple[str, ...] = ()
+    engine: Literal["embedded", "vllm", "server"] = "embedded"
+    urls: tuple[str, ...] = ()
+    hardware: str = ""
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise ValueError(f"replicas must be at least 1 engine; got {self.replicas}")
+        if len(self.urls) != (self.replicas if self.engine == "server" else 0):
+            raise ValueError(f"engine = {self.engine!r} with {self.replicas} replicas needs "
+                             f"{self.replicas if self.engine == 'server' else 'no'} urls; got {len(self.urls)}")
+        if bad := [url for url in self.urls if not url.startswith(("http://", "https://"))]:
+            raise ValueError(f"urls must begin with http:// or https://; got {bad[0]!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +108,13 @@ class Recipe:
     lora: LoraSettings | None = None
     warm_start: WarmStartSettings | None = None
     engine: EngineSettings = field(default_factory=EngineSettings)
+    vllm: VLLMSettings = field(default_factory=VLLMSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)
     pools: Mapping[str, PoolSettings] = field(default_factory=lambda: {"default": PoolSettings()})
     environments: ProcessSettings = field(default_factory=ProcessSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
+    weights: WeightsSettings = field(default_factory=WeightsSettings)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     domains: Mapping[str, DomainEntry] = field(default_factory=dict)
 
@@ -126,8 +145,10 @@ class Recipe:
 SECTIONS: dict[str, Any] = {
     "pipeline": PipelineSettings, "schedule": ScheduleSettings, "rollout": RolloutSettings, "sampling": Sampling,
     "algorithm": AlgoSettings, "learner": LearnerSettings, "model": ModelSettings, "chat": ChatSettings,
-    "lora": LoraSettings, "warm_start": WarmStartSettings, "engine": EngineSettings, "environments": ProcessSettings,
-    "reward": RewardSettings, "evaluation": EvaluationSettings,
+    "lora": LoraSettings, "warm_start": WarmStartSettings, "engine": EngineSettings, "vllm": VLLMSettings,
+    "server": ServerSettings, "environments": ProcessSettings,
+    "reward": RewardSettings, "evaluation": EvaluationSettings, "weights": WeightsSettings,
+    "cluster": ClusterSettings,
 }
 
 
@@ -142,7 +163,7 @@ def from_tables(tables: Mapping[str, Any]) -> Recipe:
     """A checked recipe from plain tables. Raises ConfigError."""
     plain = {"name": str, "seed": int, "keep_checkpoints": int}
     known = [*plain, *SECTIONS, "pools", "domains"]
-    if foreign := {"train", "weights", "faults", "calibration"} & tables.keys():
+    if foreign := {"train", "faults", "calibration"} & tables.keys():
         raise ConfigError(f"[{min(foreign)}] belongs to a simulation recipe: use rollart simulate or rollart plan")
     values: dict[str, Any] = {}
     for key, value in tables.items():
@@ -231,6 +252,12 @@ def _check(recipe: Recipe) -> None:
         raise ConfigError(f"learner.warmup_steps = {learner.warmup_steps} must be below the schedule's length of "
                           f"{learner.total_steps or recipe.pipeline.steps} steps")
     needed = max(entry.settings["max_tokens"] for entry in recipe.domains.values())
+    kinds = {pool.engine for pool in recipe.pools.values()}
+    if "vllm" in kinds and 0 < recipe.vllm.context_tokens < rollout.context_tokens:
+        raise ConfigError(f"rollout.context_tokens = {rollout.context_tokens} must be at most vllm.context_tokens = "
+                          f"{recipe.vllm.context_tokens}")
+    if recipe.lora and kinds != {"embedded"}:
+        raise ConfigError("[lora] sends adapters only, which embedded engines alone merge: leave pools.*.engine out")
     engine = recipe.engine.context_tokens
     if engine and rollout.context_tokens > engine:
         raise ConfigError(f"rollout.context_tokens = {rollout.context_tokens} must be at most engine.context_tokens = "

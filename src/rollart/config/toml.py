@@ -64,6 +64,10 @@ def check_keys(table: object, kind: Any, where: str) -> None:
     """Refuse keys that `kind` (a dataclass, or a union with one) has no field for, at any depth, and wrong types."""
     options = [kind, *typing.get_args(kind)]
     owner = next((k for k in options if dataclasses.is_dataclass(k)), None)
+    if typing.get_origin(kind) is Mapping and isinstance(table, Mapping):
+        for name, value in table.items():
+            check_keys(value, options[-1], f"{where}{name}.")
+        return
     if owner is None or not isinstance(table, Mapping):
         return
     hints = typing.get_type_hints(owner)

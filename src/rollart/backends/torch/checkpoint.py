@@ -49,9 +49,14 @@ def load_model(folder: Path | str, device: str | torch.device = "cpu",
     return model
 
 
+def load_config(folder: Path | str) -> ModelConfig:
+    """The shape of a Hugging Face folder's model. Raises ConfigError."""
+    return ModelConfig.from_hf(_read_json(Path(folder), "config.json"))
+
+
 def read_model(folder: Path | str) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Shape and tensors of a Hugging Face folder. Raises ConfigError."""
-    config = ModelConfig.from_hf(_read_json(Path(folder), "config.json"))
+    config = load_config(folder)
     return config, _tensors(Path(folder), config)
 
 
