@@ -27,6 +27,9 @@ DOMAINS: dict[str, str] = {
     "calculator": "rollart.envs.calculator:Calculator",
     "frozen_lake": "rollart.envs.frozen_lake:FrozenLake",
     "guess": "rollart.envs.guess:Guess",
+    "search_qa": "rollart.envs.search_qa:SearchQA",
+    "service_desk": "rollart.envs.service_desk:ServiceDesk",
+    "webshop": "rollart.envs.webshop:WebShop",
 }
 """The domains that ship here, by name: `module:Class`. A recipe may name a domain of its own in the same form."""
 

@@ -1,7 +1,8 @@
 """Rewards of the domains that ship here: plain functions of a request, called in any process, as often as one likes.
 
 Keeps true: an answer is read from the agent's own actions, never from what an environment or a tool said; the format
-part is paid only to a failure and stays below a success: value 1 if solved, else 0.1 x the valid share of the actions.
+part is paid only to a failure and stays below a success: value 1 if solved, else 0.1 x the valid share of the actions
+(webshop has its own reward instead).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from dataclasses import replace
 from typing import cast
 
 from rollart.core.errors import ConfigError
@@ -38,7 +40,26 @@ def calculator(request: RewardRequest) -> Score:
     return _score(request, found is not None and int(found[1]) == _fact(request, "target"))
 
 
-REWARDS: dict[str, RewardFunction] = {"calculator": calculator, "frozen_lake": frozen_lake, "guess": guess}
+def search_qa(request: RewardRequest) -> Score:
+    """Solved: the answer is the expected one, exactly, after SQuAD's normalisation; `f1` of its words is a part."""
+    score = _score(request, bool(_fact(request, "success")))
+    return replace(score, parts={**score.parts, "f1": _number(request, "f1")})
+
+
+def service_desk(request: RewardRequest) -> Score:
+    """Solved: the database is as it should be, the reply says what it must and nothing else, no rule was broken."""
+    return _score(request, bool(_fact(request, "success")))
+
+
+def webshop(request: RewardRequest) -> Score:
+    """WebShop's own reward of the purchase, from 0 to 1 (`rollart.envs.catalogue`); solved: all of it."""
+    names = ("reward", "type", "attributes", "options", "price")
+    parts = {name: _number(request, name) for name in names}
+    return Score(parts["reward"], bool(_fact(request, "success")), parts)
+
+
+REWARDS: dict[str, RewardFunction] = {function.__name__: function for function in (
+    calculator, frozen_lake, guess, search_qa, service_desk, webshop)}
 
 
 def reward_function(name: str) -> RewardFunction:
@@ -68,6 +89,11 @@ def reward_function(name: str) -> RewardFunction:
 
 def _fact(request: RewardRequest, name: str) -> object:
     return request.facts.get(name)
+
+
+def _number(request: RewardRequest, name: str) -> float:
+    value = _fact(request, name)
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _score(request: RewardRequest, success: bool) -> Score:
