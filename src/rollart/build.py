@@ -18,13 +18,12 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollart.backends.process.environments import ProcessEnvironments
 from rollart.backends.scorers import Scorers, open_scorers
-from rollart.config.recipe import Recipe
+from rollart.config.recipe import DomainEntry, Recipe
 from rollart.control.env_manager import Services
 from rollart.control.evaluation import Evaluator
 from rollart.control.llm_proxy import LLMProxy
@@ -41,7 +40,7 @@ from rollart.core.errors import ConfigError, InvariantViolated, RollArtError, Ru
 from rollart.core.events import Event, RewardsSampled, RunEnded, StepEnded
 from rollart.core.ports import EnvironmentPool, Trainer
 from rollart.core.tokens import Counted, floats, ids, join
-from rollart.core.types import Completion, EvalResult, Finish, Manifest, Restored, Version
+from rollart.core.types import Completion, EvalResult, Finish, Manifest, Restored, Task, Version
 from rollart.envs.demonstrations import Demonstration, demonstrations
 from rollart.envs.latency import InjectedLatency
 from rollart.observe.invariants import Bounds, Invariants
@@ -164,9 +163,11 @@ def _imitation(recipe: Recipe, chat: Chat) -> list[tuple[Sequence[int], Sequence
     for name in recipe.domains:
         rate = settings.error_rates.get(name, settings.error_rate)
         count = settings.episodes.get(name, settings.demonstrations)
-        for episode in demonstrations(recipe.domain(name), count, seed=draw(recipe.seed, "demo"),
-                                      error_rate=rate):
-            sequences.append(_rendered(chat, episode))
+        levels = recipe.domains[name].levels(name)
+        for level in levels:
+            for episode in demonstrations(level, -(-count // len(levels)), seed=draw(recipe.seed, "demo"),
+                                          error_rate=rate):
+                sequences.append(_rendered(chat, episode))
     return sequences
 
 
@@ -316,7 +317,8 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         restored = ledger.recover(version) if resume else None
 
         check = LedgerCheck(ledger)
-        journal = Journal([_invariants(recipe), ledger, *subscribers(ledger), check])
+        tasks = TaskMix({name: _share(name, entry) for name, entry in recipe.domains.items()}, draw(recipe.seed, "tasks"))
+        journal = Journal([_invariants(recipe), ledger, *subscribers(ledger), check, tasks])
         context = _context(recipe, policy)
         trainer, weights = _trainer(recipe, policy, reference)
         stack.callback(trainer.close)
@@ -343,8 +345,6 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         buffer = SampleBuffer(batch_groups=rollout_settings.batch_groups, alpha=recipe.schedule.bound,
                               schedule=schedule, stale=recipe.schedule.stale,
                               spare_groups=rollout_settings.spare_groups, version=version)
-        tasks = TaskMix({name: Share(entry.weight, partial(recipe.domain(name).task, split="train"))
-                         for name, entry in recipe.domains.items()}, draw(recipe.seed, "tasks"))
         rollout = RolloutScheduler(services, buffer, tasks, changed)
         sync = WeightSync(trainer, proxy, journal)
         cluster = LocalCluster([*engines, *eval_engines])
@@ -358,6 +358,17 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
             pipeline.evaluator.number = json.loads((checkpoint[1] / "state.json").read_text())["evaluations"]
         yield Run(recipe, folder, pipeline, proxy, environments, engines, trainer, ledger, journal, restored,
                   scorer)
+
+
+def _share(name: str, entry: DomainEntry) -> Share:
+    """The domain's training tasks; number n is number n // levels of level n % levels."""
+    levels = entry.levels(name)
+
+    def task(number: int) -> Task:
+        drawn = levels[number % len(levels)].task(number // len(levels), "train")
+        return dataclasses.replace(drawn, id=f"{name}/train/{number}")
+
+    return Share(entry.weight, task, len(levels))
 
 
 def _invariants(recipe: Recipe) -> Invariants:

@@ -1,7 +1,7 @@
 """Search QA: answer a question by searching a small library, as in Search-R1 (arXiv 2503.09516).
 
 Keeps true: a search is answered with the best passages by BM25, and `<answer>` ends the episode; it is right where it
-equals an expected answer after SQuAD's normalisation. It depends on its task alone. With difficulty 0:
+equals the expected answer after SQuAD's normalisation. It depends on its task alone. With difficulty 0:
 
     user  city of bolan?                                           assistant  <search>bolan</search>
     tool  <information>bolan: city tirek firm moka</information>   assistant  <answer>tirek</answer>
@@ -16,7 +16,6 @@ import random
 import re
 import string
 import textwrap
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,22 +25,20 @@ from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.domain import Domain, DomainSettings, Episode, Player
 from rollart.envs.texts import Index, read_text
 
-_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
-_ASKED = {"city": "In which city does {} live?", "firm": "For which firm does {} work?",
-          "country": "In which country does {} lie?", "river": "Which river flows through {}?",
-          "trade": "In what does {} trade?", "head": "Who leads {}?"}
-_TOLD = {"city": "{} lives in {}.", "firm": "{} works for {}.", "country": "{} is a town in {}.",
-         "river": "The river that flows through {} is the {}.", "trade": "{} trades in {}.", "head": "{} is led by {}."}
-_THING = {"city": "the city where {} lives", "firm": "the firm that {} works for"}
-_OF = {"person": ("city", "firm"), "city": ("country", "river"), "firm": ("trade", "head")}
-"""What is known of each kind of thing; `city` and `firm` lead on to a second question."""
+_ACTION = re.compile(r"<(search|answer)>\s*(\S.*?)\s*</\1>", re.DOTALL)
+_FACTS = {  # kind: (of whom, the question, how it is told, what it is called in a longer question)
+    "city": ("person", "In which city does {} live?", "{} lives in {}.", "the city where {} lives"),
+    "firm": ("person", "For which firm does {} work?", "{} works for {}.", "the firm that {} works for"),
+    "country": ("city", "In which country does {} lie?", "{} is a town in {}.", ""),
+    "river": ("city", "Which river flows through {}?", "The river that flows through {} is the {}.", ""),
+    "trade": ("firm", "In what does {} trade?", "{} trades in {}.", ""),
+    "head": ("firm", "Who leads {}?", "{} is led by {}.", "")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchQASettings(DomainSettings):
     """questions: a JSON file in HotpotQA's format (empty: a made-up library). passages: of an answer (count).
-    difficulty, of the made-up library: 0 one question of few words; 1 whole sentences; 2 two questions in one.
-    """
+    difficulty, of the made-up library: 0 one question of few words; 1 also two questions in one; 2 only these."""
 
     questions: str = ""
     passages: int = 1
@@ -51,10 +48,9 @@ class SearchQASettings(DomainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.difficulty not in (0, 1, 2):
-            raise ValueError(f"difficulty must be 0, 1 or 2; got {self.difficulty}")
-        if not 1 <= self.passages <= 20:
-            raise ValueError(f"passages must lie between 1 and 20; got {self.passages}")
+        if self.difficulty not in (0, 1, 2) or not 1 <= self.passages <= 20:
+            raise ValueError(f"difficulty must be 0, 1 or 2 and passages lie between 1 and 20; got {self.difficulty} and "
+                             f"{self.passages}")
 
 
 class SearchQA(Domain):
@@ -87,65 +83,70 @@ class SearchQA(Domain):
 
 
 class Library:
-    """Passages by title, what can be asked, and the search, in which a title counts twice."""
+    """Passages by title, what can be asked (problems), and the search, in which a title counts twice."""
 
-    def __init__(self, passages: Mapping[str, str], problems: list[dict[str, Any]]) -> None:
-        self.problems, self._passages = problems, list(passages.items())
-        self._index = Index([f"{title} {title} {text}" for title, text in self._passages])
+    def __init__(self) -> None:
+        self.passages: dict[str, str] = {}
+        self.problems: list[dict[str, Any]] = []
+
+    def ask(self, question: str, answer: str, *titles: str) -> None:
+        self.problems.append({"question": question, "answer": answer, "titles": list(dict.fromkeys(titles))})
+
+    @functools.cached_property
+    def index(self) -> Index:
+        return Index([f"{title} {title} {text}" for title, text in self.passages.items()])
 
     def search(self, words: str, count: int) -> str:
-        return "\n".join(": ".join(self._passages[i]) for i in self._index.search(words, count))
+        passages = list(self.passages.items())
+        return "\n".join(": ".join(passages[i]) for i in self.index.search(words, count))
 
 
 @functools.lru_cache(maxsize=4)
 def library(questions: str, difficulty: int) -> Library:
-    """The library of that file, or a made-up one. Raises ConfigError."""
-    return _hotpot(questions) if questions else _made_up(difficulty)
+    """The library of that file, or a made-up one, with its index. Raises ConfigError."""
+    made = _hotpot(questions) if questions else _made_up(difficulty)
+    if not made.problems or not made.index:
+        raise ConfigError(f"{questions} has no questions")
+    return made
 
 
 def _hotpot(path: str) -> Library:
     """HotpotQA: `context` is [[title, [sentence, ...]], ...], or the same as two lists `title` and `sentences`."""
-    number, passages, problems = 0, {}, []
+    number, out = 0, Library()
     try:
         for number, entry in enumerate(json.loads(read_text(path)), 1):
             context, facts = entry["context"], entry["supporting_facts"]
             pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, dict) else context
+            out.passages.update({str(title): "".join(sentences) for title, sentences in pairs})
             titles = facts["title"] if isinstance(facts, dict) else [fact[0] for fact in facts]
-            passages.update({str(title): "".join(sentences) for title, sentences in pairs})
-            problems.append({"question": str(entry["question"]), "answer": str(entry["answer"]),
-                             "titles": list(dict.fromkeys(titles))})
+            out.ask(str(entry["question"]), str(entry["answer"]), *titles)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno} is not JSON: {error.msg}") from None
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path}: question {number} is not in HotpotQA's format: {error!r}") from None
-    if not problems:
-        raise ConfigError(f"{path} has no questions")
-    return Library(passages, problems)
+    return out
 
 
 def _made_up(difficulty: int) -> Library:
     """40 towns, 40 firms and 240 people (difficulty 2: 2,000), with a passage each."""
-    rng = stream(0, "library", difficulty)
+    rng, out = stream(0, "library", difficulty), Library()
     syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
     fresh = iter(dict.fromkeys("".join(rng.sample(syllables, 2)) + rng.choice("nrslk") for _ in range(20_000)))
+    cased = str.lower if difficulty == 0 else str.capitalize
     sizes = {"city": 40, "firm": 40, "country": 12, "river": 30, "trade": 20, "head": 40,
              "person": 2000 if difficulty > 1 else 240}
-    kinds = {kind: [next(fresh) for _ in range(count)] for kind, count in sizes.items()}
-    facts = {name: {of: rng.choice(kinds[of]) for of in _OF[kind]} for kind in _OF for name in kinds[kind]}
-    say = str.lower if difficulty == 0 else str.capitalize
-    passages, problems = {}, []
-    for name, known in facts.items():
-        passages[say(name)] = " ".join(f"{of} {value}" if difficulty == 0 else _TOLD[of].format(say(name), say(value))
-                                       for of, value in known.items())
-        for of, value in known.items():
+    names = {kind: [cased(next(fresh)) for _ in range(count)] for kind, count in sizes.items()}
+    known = {name: {of: rng.choice(names[of]) for of, about in _FACTS.items() if about[0] == kind}
+             for kind in ("person", "city", "firm") for name in names[kind]}
+    for name, facts in known.items():
+        out.passages[name] = " ".join(f"{of} {value}" if difficulty == 0 else _FACTS[of][2].format(name, value)
+                                      for of, value in facts.items())
+        for of, value in facts.items():
             if difficulty < 2:
-                asked = f"{of} of {name}?" if difficulty == 0 else _ASKED[of].format(say(name))
-                problems.append({"question": asked, "answer": say(value), "titles": [say(name)]})
-            for second in _OF.get(of, ()) if difficulty > 0 else ():
-                asked = _ASKED[second].format(_THING[of].format(say(name)))
-                problems.append({"question": asked, "answer": say(facts[value][second]),
-                                 "titles": [say(name), say(value)]})
-    return Library(passages, problems)
+                out.ask(_FACTS[of][1].format(name) if difficulty else f"{of} of {name}?", value, name)
+            for second, answer in known[value].items() if difficulty and value in known else ():
+                out.ask(_FACTS[second][1].format(_FACTS[of][3].format(name)), answer, name, value)
+    return out
 
 
 def normal(text: str) -> str:
@@ -173,19 +174,16 @@ class _Reading(Episode):
 
     def step(self, action: Action) -> Observation:
         found = _ACTION.search(str(action.text))
-        verb, words = (found[1], found[2].strip()) if found else ("", "")
+        answer = found[2] if found and found[1] == "answer" else None
+        said, wanted = normal(answer or ""), normal(self._task.payload["answer"])
         self._actions += 1
-        self._valid += bool(words)
-        said, wanted = normal(words) if verb == "answer" else "", normal(self._task.payload["answer"])
-        success = bool(words) and verb == "answer" and said == wanted
-        facts = {"success": success, "f1": f1(said, wanted), "valid": self._valid, "actions": self._actions}
-        text = "?"
-        if verb == "search" and words:
-            text = f"<information>{self._library.search(words, self._domain.settings.passages)}</information>"
-        ended = verb == "answer" and bool(words)
-        out_of_turns = not ended and self._actions >= self._task.max_turns
-        return Observation(() if ended else (Message("tool", text),), done=ended or out_of_turns,
-                           truncated=out_of_turns, reward=float(success), facts=facts)
+        self._valid += found is not None
+        found_text = self._library.search(found[2], self._domain.settings.passages) if found else ""
+        messages = () if answer else (Message("tool", f"<information>{found_text}</information>" if found else "?"),)
+        success, out_of_turns = bool(answer) and said == wanted, not answer and self._actions >= self._task.max_turns
+        return Observation(messages, done=bool(answer) or out_of_turns, truncated=out_of_turns, reward=float(success),
+                           facts={"success": success, "f1": f1(said, wanted), "valid": self._valid,
+                                  "actions": self._actions})
 
 
 class _Reader:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +22,15 @@ from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.domain import Domain, DomainSettings, Episode, Player
 from rollart.envs.tool_calls import parse
 
-_TOOLS: Mapping[str, tuple[str, ...]] = {
-    "order": ("order",), "customer": ("customer",), "product": ("product",), "cancel": ("order",),
-    "refund": ("order",), "exchange": ("order", "product"), "address": ("order", "address"), "reply": ("text",)}
+_TOOLS = {"order": 1, "customer": 1, "product": 1, "cancel": 1, "refund": 1, "exchange": 2, "address": 2, "reply": 1}
+"""Tools by the number of their arguments; the last one takes the rest of the text."""
 _GOODS = "hat mug lamp tent boot pan scarf clock".split()
-_STREETS = "Elm Oak Mill Lake Hill Park".split()
 _LAST_DAY = 30  # for a refund or an exchange, after delivery
 _SENTENCES = {"status": "What is the status of {order}?", "cancel": "Please cancel {order}.",
               "refund": "I want my money back for {order}.", "exchange": "I want {product} in exchange for {order}.",
               "address": "Send {order} to {address} instead."}
+_VERDICTS = re.compile(r"\b(?:done|no|pending|shipped|delivered)\b|(?<!\w)-?\d+\b")
+"""The words of a reply that count."""
 
 Data = dict[str, dict[str, dict[str, Any]]]
 
@@ -71,7 +70,7 @@ class ServiceDesk(Domain):
     def problem(self, rng: random.Random) -> dict[str, Any]:
         difficulty = self.settings.difficulty
         data = _database(rng, (1, 3, 6)[difficulty])
-        customer, requests = rng.choice(sorted(data["customers"])), []
+        customer, requests, said = rng.choice(sorted(data["customers"])), [], []
         for id in rng.sample(sorted(data["orders"]), 2 if difficulty > 1 else 1):
             kind, order = rng.choice(("cancel", "refund") if difficulty == 0 else list(_SENTENCES)), data["orders"][id]
             if difficulty > 1 or rng.random() < 0.85:
@@ -79,10 +78,12 @@ class ServiceDesk(Domain):
             if rng.random() < 0.6:
                 pending = kind in ("cancel", "address")
                 order.update(status="pending" if pending else "delivered", days=0 if pending else rng.randint(1, 30))
-            requests.append({"kind": kind, "order": id, "product": rng.choice(sorted(data["products"])),
-                             "address": f"{rng.randint(1, 99)} {rng.choice(_STREETS)} St"})
-        return {"data": data, "customer": customer, "requests": requests,
-                "message": _message(customer, requests, data, difficulty)}
+            request = {"kind": kind, "order": id, "product": rng.choice(sorted(data["products"])), "address": _place(rng)}
+            named = f"the {data['products'][order['product']]['name']}" if difficulty > 1 else f"my order {id}"
+            said.append(_SENTENCES[kind].format(**{**request, "order": named}))
+            requests.append(request)
+        message = f"{customer}: {kind} {id}" if difficulty == 0 else f"I am {customer}. {' '.join(said)}"
+        return {"data": data, "customer": customer, "requests": requests, "message": message}
 
     def open(self, task: Task) -> Episode:
         return _Call(self, task)
@@ -94,78 +95,63 @@ class ServiceDesk(Domain):
         return _Clerk(task, stream(seed, "random", task.id), 1.0)
 
 
+def _place(rng: random.Random) -> str:
+    return f"{rng.randint(1, 99)} {rng.choice('Elm Oak Mill Lake Hill Park'.split())} St"
+
+
 def _database(rng: random.Random, count: int) -> Data:
     """So many orders, one product more, and two or three customers."""
     ids = {letter: [f"{letter}{n}" for n in rng.sample(range(1, 100), count + 1)] for letter in "cwp"}
-    goods = rng.sample(_GOODS, len(ids["p"]))
     products = {id: {"name": name, "price": rng.randint(5, 99), "stock": rng.choice((0, 1, 4))}
-                for id, name in zip(ids["p"], goods, strict=True)}
-    customers = {id: {"address": f"{rng.randint(1, 99)} {rng.choice(_STREETS)} St"} for id in ids["c"][:3]}
-    orders: dict[str, dict[str, Any]] = {}
+                for id, name in zip(ids["p"], rng.sample(_GOODS, count + 1), strict=True)}
+    orders = {}
     for id, product in zip(ids["w"][:count], ids["p"], strict=False):
         status = rng.choice(("pending", "shipped", "delivered", "delivered"))
         orders[id] = {"customer": rng.choice(ids["c"][:3]), "status": status, "product": product,
                       "days": rng.randint(1, 60) if status == "delivered" else 0, "paid": products[product]["price"]}
-    return {"customers": customers, "orders": orders, "products": products}
-
-
-def _message(customer: str, requests: list[dict[str, Any]], data: Data, difficulty: int) -> str:
-    if difficulty == 0:
-        return f"{customer}: {requests[0]['kind']} {requests[0]['order']}"
-    said = []
-    for request in requests:
-        bought = data["products"][data["orders"][request["order"]]["product"]]["name"]
-        order = f"the {bought}" if difficulty > 1 else f"my order {request['order']}"
-        said.append(_SENTENCES[request["kind"]].format(**{**request, "order": order}))
-    return f"I am {customer}. " + " ".join(said)
+    return {"customers": {id: {"address": _place(rng)} for id in ids["c"][:3]}, "orders": orders, "products": products}
 
 
 def settle(data: Data, customer: str, requests: list[dict[str, Any]]) -> tuple[list[str], set[str]]:
     """What the policy wants done for the requests, as tool calls, and what must be said. Changes `data` so."""
     calls, said = [], set()
     for request in requests:
-        order, kind = data["orders"][request["order"]], request["kind"]
+        order, product, kind = data["orders"][request["order"]], data["products"][request["product"]], request["kind"]
         fresh = order["status"] == "delivered" and order["days"] <= _LAST_DAY
-        product = data["products"][request["product"]]
         allowed = order["customer"] == customer and {
             "status": True, "cancel": order["status"] == "pending", "address": order["status"] == "pending",
             "refund": fresh, "exchange": fresh and product["stock"] > 0}[kind]
         said.add("done" if allowed else "no")
-        if not allowed:
-            continue
-        if kind == "status":
-            said.add(order["status"])
-            continue
-        if kind in ("refund", "exchange"):
-            said.add(str(order["paid"] if kind == "refund" else product["price"] - order["paid"]))
-        extra = {"exchange": f" {request['product']}", "address": f" {request['address']}"}.get(kind, "")
-        calls.append(f"<{kind}>{request['order']}{extra}</{kind}>")
-        act(data, kind, [request["order"], *([extra.strip()] if extra else [])])
+        amounts = {"status": order["status"], "refund": order["paid"], "exchange": product["price"] - order["paid"]}
+        if allowed and kind in amounts:
+            said.add(str(amounts[kind]))
+        if allowed and kind != "status":
+            names = {"exchange": ["order", "product"], "address": ["order", "address"]}.get(kind, ["order"])
+            arguments = [request[name] for name in names]
+            calls.append(f"<{kind}>{' '.join(arguments)}</{kind}>")
+            use(data, kind, arguments)
     return calls, said
 
 
-def act(data: Data, tool: str, arguments: list[str]) -> str | None:
-    """Use a tool on the data; the answer, or None where there is no such thing."""
-    table = {"customer": "customers", "product": "products"}.get(tool, "orders")
-    found = data[table].get(arguments[0])
-    if found is None:
-        return None
+def use(data: Data, tool: str, arguments: list[str]) -> str:
+    """Use a tool on the data; the answer, `?` where there is no such thing."""
+    id, extra = arguments[0], arguments[-1]
+    found = data[{"customer": "customers", "product": "products"}.get(tool, "orders")].get(id)
+    if found is None or (tool == "exchange" and extra not in data["products"]):
+        return "?"
     if tool == "customer":
-        own = [id for id, order in data["orders"].items() if order["customer"] == arguments[0]]
-        return f"{arguments[0]} {found['address']} orders {' '.join(own) or 'none'}"
+        own = [order for order, entry in data["orders"].items() if entry["customer"] == id]
+        return f"{id} {found['address']} orders {' '.join(own) or 'none'}"
     if tool == "product":
-        return f"{arguments[0]} {found['name']} ${found['price']} stock {found['stock']}"
+        return f"{id} {found['name']} ${found['price']} stock {found['stock']}"
     if tool == "order":
         days = f" {found['days']}d" if found["days"] else ""
-        return f"{arguments[0]} {found['customer']} {found['status']}{days} {found['product']} ${found['paid']}"
+        return f"{id} {found['customer']} {found['status']}{days} {found['product']} ${found['paid']}"
     if tool == "exchange":
-        product = data["products"].get(arguments[1])
-        if product is None:
-            return None
-        product["stock"] -= 1
-        found["product"], found["paid"] = arguments[1], product["price"]
-    found.update({"cancel": {"status": "cancelled"}, "refund": {"status": "refunded"},
-                  "exchange": {"status": "exchanged"}, "address": {"address": arguments[-1]}}[tool])
+        data["products"][extra]["stock"] -= 1
+        found.update(product=extra, paid=data["products"][extra]["price"])
+    found.update({"address": extra} if tool == "address" else {
+        "status": {"cancel": "cancelled", "refund": "refunded", "exchange": "exchanged"}[tool]})
     return "ok"
 
 
@@ -185,42 +171,30 @@ class _Call(Episode):
 
     def step(self, action: Action) -> Observation:
         tool, arguments = _read(str(action.text))
+        ended, answer = tool == "reply", "?"
+        if tool == "order":
+            self._unread.discard(arguments[0])
+        elif tool not in ("customer", "product", "reply", ""):
+            self._broken |= arguments[0] in self._unread
+        if tool and not ended:
+            answer = use(self._data, tool, arguments)
         self._actions += 1
-        answer = None
-        if tool == "reply":
-            answer = ""
-        elif tool:
-            if tool == "order":
-                self._unread.discard(arguments[0])
-            elif tool not in ("customer", "product"):
-                self._broken |= arguments[0] in self._unread
-            answer = act(self._data, tool, arguments)
-        self._valid += answer is not None
-        ended = tool == "reply"
+        self._valid += ended or answer != "?"
         success = (ended and not self._broken and not self._unread and self._data == self._wanted
-                   and _verdicts(arguments[0]) == self._say)
+                   and set(_VERDICTS.findall(arguments[0].lower())) == self._say)
         out_of_turns = not ended and self._actions >= self._task.max_turns
-        return Observation(() if ended else (Message("tool", "?" if answer is None else answer),),
-                           done=ended or out_of_turns, truncated=out_of_turns, reward=float(success),
+        return Observation(() if ended else (Message("tool", answer),), done=ended or out_of_turns,
+                           truncated=out_of_turns, reward=float(success),
                            facts={"success": success, "valid": self._valid, "actions": self._actions})
 
 
 def _read(text: str) -> tuple[str, list[str]]:
-    """Tool and arguments of an action (the last takes the rest of the text), or ("", [])."""
+    """Tool and arguments of an action: `<cancel>w7</cancel>`, or as JSON in order; ("", []) where it is no call."""
     calls = parse(text, "tags")
-    names = _TOOLS.get(calls[0].name, ()) if len(calls) == 1 else ()
-    if not names:
-        return "", []
-    given = calls[0].arguments
-    arguments = (str(given["input"]).split(None, len(names) - 1) if "input" in given
-                 else [str(given[name]) for name in names if name in given])
-    arguments = [argument.strip() for argument in arguments if argument.strip()]
-    return (calls[0].name, arguments) if len(arguments) == len(names) else ("", [])
-
-
-def _verdicts(text: str) -> set[str]:
-    """The words of a reply that count: verdicts, states and numbers."""
-    return set(re.findall(r"\b(?:done|no|pending|shipped|delivered)\b|(?<!\w)-?\d+\b", text.lower()))
+    count = _TOOLS.get(calls[0].name, 0) if len(calls) == 1 else 0
+    given = [str(value).strip() for value in calls[0].arguments.values()] if count else []
+    given = given[0].split(None, count - 1) if len(given) == 1 else given
+    return (calls[0].name, given) if count and len(given) == count else ("", [])
 
 
 class _Clerk:
