@@ -317,7 +317,8 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         restored = ledger.recover(version) if resume else None
 
         check = LedgerCheck(ledger)
-        tasks = TaskMix({name: _share(name, entry) for name, entry in recipe.domains.items()}, draw(recipe.seed, "tasks"))
+        tasks = TaskMix({name: _share(name, entry) for name, entry in recipe.domains.items()},
+                        draw(recipe.seed, "tasks"))
         journal = Journal([_invariants(recipe), ledger, *subscribers(ledger), check, tasks])
         context = _context(recipe, policy)
         trainer, weights = _trainer(recipe, policy, reference)

@@ -26,14 +26,15 @@ from rollart.envs.texts import Index, read_text
 HITS = 50  # of a search
 NO_BOUND = 1e6
 
-_COLORS = ("amber apricot aqua beige black blue blush bronze brown burgundy camo champagne charcoal chocolate copper coral "
-           "cream dark gold gray green grey indigo ivory khaki lavender light lilac lime magenta maroon mint multicolor "
-           "mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose rust sand silver "
-           "slate tan taupe teal turquoise violet walnut white wine yellow").split()
+_COLORS = re.compile(
+    "amber|apricot|aqua|beige|black|blue|blush|bronze|brown|burgundy|camo|champagne|charcoal|chocolate|copper|coral|cream|"
+    "dark|gold|gr[ae]y|green|indigo|ivory|khaki|lavender|light|lilac|lime|magenta|maroon|mint|multicolor|mustard|navy|nude|"
+    "olive|orange|peach|pink|plum|purple|rainbow|red|rose|rust|sand|silver|slate|tan|taupe|teal|violet|white|wine|yellow")
 _GOODS = {"Clothing": "hat scarf shirt sock glove jacket", "Kitchen": "mug bowl pan knife tray kettle",
           "Office": "lamp desk chair shelf pen clock", "Outdoor": "tent rope stove flask boot torch"}
-_MATERIALS = "wool cotton steel bamboo glass linen cedar copper felt cork oak leather".split()
-_FEATURES = "easy clean, non slip, eco friendly, machine washable, long lasting, light weight, gift ready".split(", ")
+_FEATURES = ("easy clean", "non slip", "eco friendly", "machine washable", "long lasting", "light weight", "gift ready")
+_MADE_OF = ("wool", "cotton", "steel", "bamboo", "glass", "linen", "cedar", "copper", "felt", "cork", "oak", "leather")
+Wish = tuple["Product", str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +53,13 @@ class Product:
     options: Mapping[str, tuple[str, ...]]
 
     @property
-    def document(self) -> str:
-        """What is searched."""
+    def document(self) -> str:  # what is searched
         options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in self.options.items())
         return " ".join([self.title, self.description, *self.bullets[:1], options]).lower()
 
 
-Wish = tuple[Product, str, tuple[str, ...]]
-"""A product that fits, the instruction without options and price, and the attributes that it asks for (or none yet)."""
-
-
 class Shop:
-    """Products by id, what can be wished for, and the search."""
+    """Products by id, the search, and wishes: a product that fits, an instruction, its attributes (none: any)."""
 
     def __init__(self, products: Sequence[Product], wishes: Sequence[Wish]) -> None:
         self.products, self.wishes = {product.id: product for product in products}, wishes
@@ -97,11 +93,10 @@ def goal(shop: Shop, rng: random.Random, difficulty: int) -> dict[str, Any]:
     options = {name: rng.choice(product.options[name]) for name in (names if difficulty > 1 else names[:1])}
     bounds = [10.0 * i for i in range(1, 100) if 10.0 * i > product.price][:4]
     bound = max(rng.sample(bounds, 2)) if len(bounds) > 1 else NO_BOUND
+    price = "" if bound == NO_BOUND else f"and price lower than {bound:.2f} dollars"
+    text = ", ".join(filter(None, [text, *(f"{name}: {value}" for name, value in options.items()), price]))
     if difficulty == 0:
-        text = " ".join([product.title, *options.values(), *([f"<{bound:g}"] if bound < NO_BOUND else [])])
-    else:
-        text += "".join(f", {name}: {value}" for name, value in options.items())
-        text += f", and price lower than {bound:.2f} dollars" if bound < NO_BOUND else ""
+        text = " ".join([product.title, *options.values(), f"<{bound:g}"])
     return {"id": product.id, "instruction": text, "attributes": list(attributes), "options": list(options.values()),
             "bound": bound, "title": product.title, "query": product.query, "category": product.category,
             "difficulty": difficulty}
@@ -110,9 +105,9 @@ def goal(shop: Shop, rng: random.Random, difficulty: int) -> dict[str, Any]:
 def judge(wish: Mapping[str, Any], bought: Product, chosen: Sequence[str]) -> dict[str, float]:
     """The reward of a purchase with these options chosen, with its parts: `type`, and counts that matched."""
     texts = [bought.title.lower(), " ".join(bought.bullets).lower(), bought.description.lower()]
-    attributes = sum(any(_ratio(own, wanted) > 85 for own in bought.attributes) or any(wanted in t for t in texts)
+    attributes = sum(any(_alike(own, wanted) for own in bought.attributes) or any(wanted in t for t in texts)
                      for wanted in wish["attributes"])
-    options = sum(any(_ratio(_color(value), _color(wanted)) > 85 for value in chosen) for wanted in wish["options"])
+    options = sum(any(_alike(_color(value), _color(wanted)) for value in chosen) for wanted in wish["options"])
     price, kind = bought.price <= wish["bound"], _type(wish, bought)
     total = len(wish["attributes"]) + len(wish["options"]) + 1
     return {"reward": kind * (attributes + options + price) / total, "type": kind, "attributes": float(attributes),
@@ -130,35 +125,33 @@ def _type(wish: Mapping[str, Any], bought: Product) -> float:
     return 0.0 if overlap == 0 else 0.1 if overlap < 0.1 else 1.0 if alike else 0.5
 
 
-def _ratio(one: str, other: str) -> int:
-    return round(fuzz.token_set_ratio(one, other, processor=utils.default_process))
+def _alike(one: str, other: str) -> bool:
+    return round(fuzz.token_set_ratio(one, other, processor=utils.default_process)) > 85
 
 
 def _color(value: str) -> str:
-    """The first colour of the list that stands in it, else the value itself."""
-    return next((color for color in _COLORS if color in value), value)
+    """The first of the colours in it by the alphabet, else the value itself."""
+    return min(_COLORS.findall(value), default=value)
 
 
 def _made_up(difficulty: int) -> Iterator[Product]:
     """Difficulty 0: 180 products of two words, each three times at other prices. 1: 300. 2: 1,000, in longer words."""
     rng, brief = stream(0, "catalogue", difficulty), difficulty == 0
-    kinds = [(material, noun, place) for place, nouns in _GOODS.items() for noun in nouns.split()
-             for material in _MATERIALS]
-    short = [letter + digit for letter in "abcdefghijklmnopqrstuvwxyz" for digit in "0123456789"]
+    kinds = [(kind, noun, place) for place, nouns in _GOODS.items() for noun in nouns.split() for kind in _MADE_OF]
+    ids = [letter + digit for letter in "abcdefghijklmnopqrstuvwxyz" for digit in "0123456789"]
     rng.shuffle(kinds)
-    rng.shuffle(short)
+    rng.shuffle(ids)
     for number in range((180, 300, 1000)[difficulty]):
-        material, noun, place = kinds[(number // 3 if brief else number) % len(kinds)]
+        made_of, noun, place = kinds[(number // 3 if brief else number) % len(kinds)]
         features = [] if brief else rng.sample(_FEATURES, 3)
-        title = " ".join([material, noun] if brief else ["Norda", material, noun, "for all days,", features[0]])
+        title = f"{made_of} {noun}" if brief else f"Norda {made_of} {noun} for all days, {features[0]}"
         price = float(rng.randint(5, 89)) if brief else rng.randint(500, 9900) / 100
-        options = {"color": tuple(rng.sample("red blue green black white pink".split(), 2 if brief else 3))}
+        options = {"color": tuple(rng.sample(["red", "blue", "green", "black", "white", "pink"], 2 if brief else 3))}
         if not brief and rng.random() < 0.6:
             options["size"] = ("small", "medium", "large")
-        yield Product(short[number] if brief else f"b{number:04d}{rng.randrange(10**5):05d}", title, f"{noun}s",
-                      f"{place} › {place} basics › {noun}s", price, f"${price:g}", "" if brief else f"A {noun} by hand.",
-                      tuple(f"{feature.capitalize()}: for years of use" for feature in features),
-                      (material, *features), options)
+        yield Product(ids[number] if brief else f"b{number:04d}{rng.randrange(10**5):05d}", title, f"{noun}s",
+                      f"{place} › {place} basics › {noun}s", price, f"${price:g}", "",
+                      tuple(f"{feature}: for years of use" for feature in features), (made_of, *features), options)
 
 
 def _product(line: str, where: str) -> Product:
@@ -170,7 +163,7 @@ def _product(line: str, where: str) -> Product:
             str(plain["asin"]).lower(), str(plain["Title"]), str(plain["query"]), str(plain["product_category"]),
             sum(prices) / len(prices), str(plain["Price"]), str(plain["Description"]),
             tuple(map(str, plain["BulletPoints"])), tuple(map(str, plain["Attributes"])),
-            {str(name).lower(): tuple(dict.fromkeys(str(value).lower() for value in values))
+            {str(name).lower(): tuple(str(value).lower() for value in values)
              for name, values in plain["options"].items()})
     except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
         what = f"no key {error}" if isinstance(error, KeyError) else str(error)
@@ -181,9 +174,8 @@ def _wishes(products: Mapping[str, Product], path: str) -> Iterator[Wish]:
     """Of WebShop's instructions by product id, those of products that are there."""
     try:
         for id, entry in json.loads(read_text(path)).items():
-            if "instruction" in entry and entry["instruction_attributes"] and id.lower() in products:
-                yield (products[id.lower()], str(entry["instruction"]).rstrip("."),
-                       tuple(str(attribute).lower() for attribute in entry["instruction_attributes"]))
+            if id.lower() in products and "instruction" in entry and entry["instruction_attributes"]:
+                yield products[id.lower()], str(entry["instruction"]).rstrip("."), (*entry["instruction_attributes"],)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno} is not JSON: {error.msg}") from None
     except (TypeError, AttributeError, KeyError) as error:

@@ -49,8 +49,7 @@ class SearchQASettings(DomainSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.difficulty not in (0, 1, 2) or not 1 <= self.passages <= 20:
-            raise ValueError(f"difficulty must be 0, 1 or 2 and passages lie between 1 and 20; got {self.difficulty} and "
-                             f"{self.passages}")
+            raise ValueError(f"difficulty must be 0, 1 or 2, passages 1 to 20; got {self.difficulty}, {self.passages}")
 
 
 class SearchQA(Domain):
@@ -76,7 +75,7 @@ class SearchQA(Domain):
         return _Reader(task, stream(seed, "player", task.id), error_rate)
 
     def random_player(self, task: Task, seed: int) -> Player:
-        return _Reader(task, stream(seed, "random", task.id), 1.0)
+        return self.player(task, seed, 1.0)
 
     def _library(self, difficulty: int) -> Library:
         return library(self.settings.questions, difficulty)
@@ -112,9 +111,9 @@ def library(questions: str, difficulty: int) -> Library:
 
 def _hotpot(path: str) -> Library:
     """HotpotQA: `context` is [[title, [sentence, ...]], ...], or the same as two lists `title` and `sentences`."""
-    number, out = 0, Library()
+    out = Library()
     try:
-        for number, entry in enumerate(json.loads(read_text(path)), 1):
+        for entry in json.loads(read_text(path)):
             context, facts = entry["context"], entry["supporting_facts"]
             pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, dict) else context
             out.passages.update({str(title): "".join(sentences) for title, sentences in pairs})
@@ -123,7 +122,7 @@ def _hotpot(path: str) -> Library:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno} is not JSON: {error.msg}") from None
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path}: question {number} is not in HotpotQA's format: {error!r}") from None
+        raise ConfigError(f"{path}: question {len(out.problems) + 1} is not in HotpotQA's format: {error!r}") from None
     return out
 
 

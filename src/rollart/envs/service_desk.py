@@ -24,7 +24,7 @@ from rollart.envs.tool_calls import parse
 
 _TOOLS = {"order": 1, "customer": 1, "product": 1, "cancel": 1, "refund": 1, "exchange": 2, "address": 2, "reply": 1}
 """Tools by the number of their arguments; the last one takes the rest of the text."""
-_GOODS = "hat mug lamp tent boot pan scarf clock".split()
+_GOODS = ["hat", "mug", "lamp", "tent", "boot", "pan", "scarf", "clock"]
 _LAST_DAY = 30  # for a refund or an exchange, after delivery
 _SENTENCES = {"status": "What is the status of {order}?", "cancel": "Please cancel {order}.",
               "refund": "I want my money back for {order}.", "exchange": "I want {product} in exchange for {order}.",
@@ -61,8 +61,8 @@ class ServiceDesk(Domain):
         "You serve one customer of a shop. Call one tool a turn, as <tool>arguments</tool>: order W1, customer C1, "
         "product P1 (look up); cancel W1, refund W1, exchange W1 P2, address W1 NEW ADDRESS (act); reply TEXT (ends). "
         "Policy: Look an order up before you answer or act. Serve orders of this customer only. Cancel and re-address "
-        f"only what is pending. Refund and exchange only what was delivered at most {_LAST_DAY} days ago; exchange only "
-        "for a product that is in stock. Refuse everything else and change nothing for it. Reply with done or no for "
+        f"only what is pending. Refund and exchange only what was delivered at most {_LAST_DAY} days ago; exchange "
+        "only for a product that is in stock. Refuse all else and change nothing for it. Reply with done or no for "
         "each request, with the amount that you refund, the difference in price (new less old) of an exchange, or the "
         "status that was asked for; no other numbers.")
     Settings = ServiceDeskSettings
@@ -78,7 +78,8 @@ class ServiceDesk(Domain):
             if rng.random() < 0.6:
                 pending = kind in ("cancel", "address")
                 order.update(status="pending" if pending else "delivered", days=0 if pending else rng.randint(1, 30))
-            request = {"kind": kind, "order": id, "product": rng.choice(sorted(data["products"])), "address": _place(rng)}
+            product = rng.choice(sorted(data["products"]))
+            request = {"kind": kind, "order": id, "product": product, "address": _place(rng)}
             named = f"the {data['products'][order['product']]['name']}" if difficulty > 1 else f"my order {id}"
             said.append(_SENTENCES[kind].format(**{**request, "order": named}))
             requests.append(request)
@@ -92,11 +93,11 @@ class ServiceDesk(Domain):
         return _Clerk(task, stream(seed, "player", task.id), error_rate)
 
     def random_player(self, task: Task, seed: int) -> Player:
-        return _Clerk(task, stream(seed, "random", task.id), 1.0)
+        return self.player(task, seed, 1.0)
 
 
 def _place(rng: random.Random) -> str:
-    return f"{rng.randint(1, 99)} {rng.choice('Elm Oak Mill Lake Hill Park'.split())} St"
+    return f"{rng.randint(1, 99)} {rng.choice(['Elm', 'Oak', 'Mill', 'Lake', 'Hill', 'Park'])} St"
 
 
 def _database(rng: random.Random, count: int) -> Data:

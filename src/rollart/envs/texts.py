@@ -21,10 +21,10 @@ _STEMMER = Stemmer.Stemmer("english")
 
 
 class Index:
-    """Over documents, numbered in their order. k1, b: BM25's (by default WebShop's and Pyserini's)."""
+    """Over documents, numbered in their order, with Pyserini's k1 and b."""
 
-    def __init__(self, documents: Sequence[str], *, k1: float = 0.9, b: float = 0.4) -> None:
-        self._bm25 = bm25s.BM25(k1=k1, b=b, method="lucene")
+    def __init__(self, documents: Sequence[str]) -> None:
+        self._bm25 = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
         self._bm25.index([terms(document) or [""] for document in documents], show_progress=False)
 
     def search(self, query: str, count: int) -> list[int]:

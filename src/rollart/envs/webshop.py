@@ -1,8 +1,8 @@
 """WebShop: find, configure and buy what an instruction asks for. Much to read, few actions of a few words.
 
-Keeps true: pages and actions are those of WebShop's text mode (arXiv 2207.01206), rebuilt from its rules; an action that
-the page does not offer is answered with `? ` and the page again; the episode ends at `click[buy now]`. It depends on its
-task alone. With difficulty 0 pages are brief:
+Keeps true: pages and actions are those of WebShop's text mode (arXiv 2207.01206), by its rules; an action that the page
+does not offer is answered with `? ` and the page again; the episode ends at `click[buy now]`. It depends on its task
+alone. With difficulty 0 pages are brief:
 
     user  wool hat red <40          assistant  search[wool hat]
     user  k3 wool hat $52           assistant  click[b7]
@@ -44,12 +44,11 @@ class WebShopSettings(DomainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.difficulty not in (0, 1, 2):
-            raise ValueError(f"difficulty must be 0, 1 or 2; got {self.difficulty}")
+        if self.difficulty not in (0, 1, 2) or self.max_tokens < 24:
+            raise ValueError(f"difficulty must be 0, 1 or 2 and max_tokens at least 24; got {self.difficulty} and "
+                             f"{self.max_tokens}")
         if self.goals and not self.products:
             raise ValueError("goals belong to a file of products: set products")
-        if self.max_tokens < 24:
-            raise ValueError(f"max_tokens must be at least 24, a short search; got {self.max_tokens}")
 
 
 class WebShop(Domain):
@@ -57,8 +56,8 @@ class WebShop(Domain):
 
     name = "webshop"
     reward = "webshop"
-    rules = ("You shop by instruction. Answer with one action: search[words] on the search page, or click[x] on anything "
-             "that the page offers: a product's id, an option, back to search, next >, < prev, description, features, "
+    rules = ("You shop by instruction. Answer with one action: search[words] on the search page, or click[x] on what "
+             "the page offers: a product's id, an option, back to search, next >, < prev, description, features, "
              "reviews. End with click[buy now].")
     Settings = WebShopSettings
 
@@ -76,7 +75,7 @@ class WebShop(Domain):
         return _Buyer(self._shop(task.payload["difficulty"]), task, stream(seed, "player", task.id), error_rate)
 
     def random_player(self, task: Task, seed: int) -> Player:
-        return _Buyer(self._shop(task.payload["difficulty"]), task, stream(seed, "random", task.id), 1.0)
+        return self.player(task, seed, 1.0)
 
     def _shop(self, difficulty: int) -> Shop:
         return shop(self.settings.products, self.settings.goals, difficulty)
@@ -172,7 +171,7 @@ def _by_value(product: Product) -> Mapping[str, str]:
 
 
 class _Buyer:
-    """Searches the goal's title and buys the first product that earns the whole reward. Errs by a random click or word."""
+    """Searches the goal's title and buys the first product that earns all of the reward. Errs by a random click."""
 
     def __init__(self, shop: Shop, task: Task, rng: random.Random, error_rate: float) -> None:
         self._shop, self._goal, self._rng, self._error_rate = shop, task.payload, rng, error_rate
@@ -190,17 +189,15 @@ class _Buyer:
                 return f"click[{self._rng.choice([p for p in parts if len(p) < 30]).strip('[]')}]"
             return f"click[{self._left.pop(0)}]" if self._left else "click[buy now]"
         if shown:
-            fitting = [product for product in shown if self._fits(product)]
-            if not fitting and not err:
+            fitting = shown if err else [product for product in shown if
+                                         judge(self._goal, product, self._choices(product))["reward"] >= 1]
+            if not fitting:
                 return "click[next >]" if "next >" in text or len(shown) == 3 else "click[back to search]"
-            item = self._rng.choice(shown) if err else fitting[0]
+            item = self._rng.choice(fitting) if err else fitting[0]
             self._left = self._choices(item)
             return f"click[{item.id}]"
         word = self._rng.choice(self._goal["instruction"].split())[:30]
         return "click[< prev]" if "< prev" in text else f"search[{word if err else self._query}]"
-
-    def _fits(self, product: Product) -> bool:
-        return judge(self._goal, product, self._choices(product))["reward"] >= 1
 
     def _choices(self, product: Product) -> list[str]:
         """The goal's options that the product has."""
