@@ -4,9 +4,9 @@ Keeps true: the tools do what they are told, also what the policy forbids; solve
 as the policy wants it, every order of the request was looked up before anything was done to it, and the reply says the
 required verdicts and amounts and no others. The request stands in the first message. With difficulty 0:
 
-    user  c2: refund w7               assistant  <order>w7</order>
-    tool  w7 c2 delivered 12d p3 $40  assistant  <refund>w7</refund>
-    tool  ok                          assistant  <reply>done 40</reply>
+    user  c2: refund w7                   assistant  <order>w7</order>
+    tool  w7 c2 delivered 12d p3 hat $40  assistant  <refund>w7</refund>
+    tool  ok                              assistant  <reply>done 40</reply>
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ServiceDeskSettings(DomainSettings):
     2 two requests, and the customer names no order but what was bought."""
 
     difficulty: int = 1
-    max_turns: int = 6
+    max_turns: int = 8
     max_tokens: int = 64
 
     def __post_init__(self) -> None:
@@ -147,7 +147,8 @@ def use(data: Data, tool: str, arguments: list[str]) -> str:
         return f"{id} {found['name']} ${found['price']} stock {found['stock']}"
     if tool == "order":
         days = f" {found['days']}d" if found["days"] else ""
-        return f"{id} {found['customer']} {found['status']}{days} {found['product']} ${found['paid']}"
+        name = data["products"][found["product"]]["name"]
+        return f"{id} {found['customer']} {found['status']}{days} {found['product']} {name} ${found['paid']}"
     if tool == "exchange":
         data["products"][extra]["stock"] -= 1
         found.update(product=extra, paid=data["products"][extra]["price"])
