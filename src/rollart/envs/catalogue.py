@@ -73,7 +73,7 @@ class Shop:
 @functools.lru_cache(maxsize=4)
 def shop(products: str, goals: str, difficulty: int) -> Shop:
     """The shop of these files (see WebShopSettings), or without any a made-up one. Raises ConfigError."""
-    found = [_product(line, f"{products}:{number}") for number, line in enumerate(read_text(products).splitlines(), 1)
+    found = [_product(line, f"{products}:{number}") for number, line in enumerate(read_text(products).split("\n"), 1)
              if line.strip()] if products else list(_made_up(difficulty))
     wishes: list[Wish] = [(p, f"Find me {p.query}", ()) for p in found if p.attributes]
     if goals:
@@ -175,7 +175,8 @@ def _wishes(products: Mapping[str, Product], path: str) -> Iterator[Wish]:
     try:
         for id, entry in json.loads(read_text(path)).items():
             if id.lower() in products and "instruction" in entry and entry["instruction_attributes"]:
-                yield products[id.lower()], str(entry["instruction"]).rstrip("."), (*entry["instruction_attributes"],)
+                wanted = tuple(str(attribute).lower() for attribute in entry["instruction_attributes"])
+                yield products[id.lower()], str(entry["instruction"]).rstrip("."), wanted
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno} is not JSON: {error.msg}") from None
     except (TypeError, AttributeError, KeyError) as error:

@@ -141,8 +141,9 @@ def use(data: Data, tool: str, arguments: list[str]) -> str:
     if found is None or (tool == "exchange" and extra not in data["products"]):
         return "?"
     if tool == "customer":
-        own = [order for order, entry in data["orders"].items() if entry["customer"] == id]
-        return f"{id} {found['address']} orders {' '.join(own) or 'none'}"
+        own = [f"{order} {data['products'][entry['product']]['name']}" for order, entry in data["orders"].items()
+               if entry["customer"] == id]
+        return f"{id} {found['address']} orders {', '.join(own) or 'none'}"
     if tool == "product":
         return f"{id} {found['name']} ${found['price']} stock {found['stock']}"
     if tool == "order":
