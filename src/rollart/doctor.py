@@ -19,6 +19,8 @@ PARTS = (
     ("transformers", "transformers", "hf", "tokenizers and chat templates of Hugging Face checkpoint folders"),
     ("peft", "peft", "lora", "training adapters only ([lora] in a recipe)"),
     ("gymnasium", "gymnasium", "envs", "the frozen_lake domain"),
+    ("bm25s", "bm25s", "envs", "the search_qa and webshop domains"),
+    ("rapidfuzz", "rapidfuzz", "envs", "the webshop domain"),
     ("boto3", "boto3", "serverless", "rewards on AWS Lambda"),
     ("functions_framework", "functions-framework", "serverless", "rollart reward serve"),
 )

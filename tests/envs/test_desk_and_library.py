@@ -80,7 +80,8 @@ def test_tools_answer_with_what_is_there_and_garbage_is_told():
         "<exchange>w2</exchange>", "<exchange>w2 p9</exchange>", "<order>w1</order><order>w2</order>",
         "<exchange>w2 p2</exchange>", "<order>w2</order>"])
     assert [o.messages[0].content for o in seen] == [
-        "w2 c1 delivered 30d p1 hat $28", "c1 1 Elm St orders w1 hat, w2 hat, w3 mug, w4 mug", "p3 tent $99 stock 0", "?", "?", "?", "?", "ok",
+        "w2 c1 delivered 30d p1 hat $28", "c1 1 Elm St orders w1 hat, w2 hat, w3 mug, w4 mug",
+        "p3 tent $99 stock 0", "?", "?", "?", "?", "ok",
         "w2 c1 exchanged 30d p2 mug $25"]
     assert seen[-1].facts["valid"] == 5
 

@@ -63,6 +63,7 @@ class SearchQA(Domain):
 
     def __init__(self, settings: Any = None) -> None:
         super().__init__(settings)
+        self._library = functools.partial(library, self.settings.questions)
         self._library(self.settings.difficulty)  # before workers are forked, and so that a bad file is said at once
 
     def problem(self, rng: random.Random) -> dict[str, Any]:
@@ -76,9 +77,6 @@ class SearchQA(Domain):
 
     def random_player(self, task: Task, seed: int) -> Player:
         return self.player(task, seed, 1.0)
-
-    def _library(self, difficulty: int) -> Library:
-        return library(self.settings.questions, difficulty)
 
 
 class Library:

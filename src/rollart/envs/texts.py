@@ -28,7 +28,7 @@ class Index:
         self._bm25.index([terms(document) or [""] for document in documents], show_progress=False)
 
     def search(self, query: str, count: int) -> list[int]:
-        """The numbers of the best `count` documents, best first; fewer where fewer share a word with the query."""
+        """The numbers of the best `count` documents, best first."""
         known = [term for term in terms(query) if term in self._bm25.vocab_dict]
         scores = self._bm25.get_scores(known) if known else numpy.zeros(0)
         hits = numpy.flatnonzero(scores > 0)

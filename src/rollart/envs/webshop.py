@@ -13,6 +13,7 @@ alone. With difficulty 0 pages are brief:
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import textwrap
@@ -63,6 +64,7 @@ class WebShop(Domain):
 
     def __init__(self, settings: Any = None) -> None:
         super().__init__(settings)
+        self._shop = functools.partial(shop, self.settings.products, self.settings.goals)
         self._shop(self.settings.difficulty)  # before workers are forked, and so that a bad file is said at once
 
     def problem(self, rng: random.Random) -> dict[str, Any]:
@@ -76,9 +78,6 @@ class WebShop(Domain):
 
     def random_player(self, task: Task, seed: int) -> Player:
         return self.player(task, seed, 1.0)
-
-    def _shop(self, difficulty: int) -> Shop:
-        return shop(self.settings.products, self.settings.goals, difficulty)
 
 
 class _Visit(Episode):

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import re
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from rollart.core.errors import ConfigError
 from rollart.core.types import Score
@@ -43,7 +43,7 @@ def calculator(request: RewardRequest) -> Score:
 def search_qa(request: RewardRequest) -> Score:
     """Solved: the answer is the expected one, exactly, after SQuAD's normalisation; `f1` of its words is a part."""
     score = _score(request, bool(_fact(request, "success")))
-    return replace(score, parts={**score.parts, "f1": _number(request, "f1")})
+    return replace(score, parts={**score.parts, "f1": _fact(request, "f1") or 0.0})
 
 
 def service_desk(request: RewardRequest) -> Score:
@@ -53,8 +53,7 @@ def service_desk(request: RewardRequest) -> Score:
 
 def webshop(request: RewardRequest) -> Score:
     """WebShop's own reward of the purchase, from 0 to 1 (`rollart.envs.catalogue`); solved: all of it."""
-    names = ("reward", "type", "attributes", "options", "price")
-    parts = {name: _number(request, name) for name in names}
+    parts = {name: _fact(request, name) or 0.0 for name in ("reward", "type", "attributes", "options", "price")}
     return Score(parts["reward"], bool(_fact(request, "success")), parts)
 
 
@@ -87,13 +86,8 @@ def reward_function(name: str) -> RewardFunction:
     return cast(RewardFunction, function)
 
 
-def _fact(request: RewardRequest, name: str) -> object:
+def _fact(request: RewardRequest, name: str) -> Any:
     return request.facts.get(name)
-
-
-def _number(request: RewardRequest, name: str) -> float:
-    value = _fact(request, name)
-    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _score(request: RewardRequest, success: bool) -> Score:
