@@ -149,6 +149,8 @@ def _code_hash(recipe: Recipe) -> str:
     from rollart.envs import demonstrations as playing
 
     modules = [sys.modules[type(recipe.domain(name)).__module__] for name in recipe.domains]
+    used = {str(getattr(value, "__module__", "")) for module in modules for value in vars(module).values()}
+    modules += [sys.modules[name] for name in sorted(used) if name.startswith("rollart.envs.")]
     digest = hashlib.sha256()
     for module in (*modules, chat, moe, optimizer, scoring, shapes, transformer, warm_start, playing):
         digest.update(inspect.getsource(module).encode())

@@ -63,8 +63,11 @@ class SearchQA(Domain):
 
     def __init__(self, settings: Any = None) -> None:
         super().__init__(settings)
-        self._library = functools.partial(library, self.settings.questions)
-        self._library(self.settings.difficulty)  # before workers are forked, and so that a bad file is said at once
+        for difficulty in range(self.settings.difficulty + 1):  # of its curriculum too, before workers are forked
+            self._library(difficulty)
+
+    def _library(self, difficulty: int) -> Library:
+        return library(self.settings.questions, 0 if self.settings.questions else difficulty)
 
     def problem(self, rng: random.Random) -> dict[str, Any]:
         return {**rng.choice(self._library(self.settings.difficulty).problems), "difficulty": self.settings.difficulty}

@@ -13,7 +13,6 @@ alone. With difficulty 0 pages are brief:
 
 from __future__ import annotations
 
-import functools
 import random
 import re
 import textwrap
@@ -64,8 +63,12 @@ class WebShop(Domain):
 
     def __init__(self, settings: Any = None) -> None:
         super().__init__(settings)
-        self._shop = functools.partial(shop, self.settings.products, self.settings.goals)
-        self._shop(self.settings.difficulty)  # before workers are forked, and so that a bad file is said at once
+        for difficulty in range(self.settings.difficulty + 1):  # of its curriculum too, before workers are forked
+            self._shop(difficulty)
+
+    def _shop(self, difficulty: int) -> Shop:
+        files = self.settings.products, self.settings.goals
+        return shop(*files, 0 if self.settings.products else difficulty)
 
     def problem(self, rng: random.Random) -> dict[str, Any]:
         return goal(self._shop(self.settings.difficulty), rng, self.settings.difficulty)
