@@ -3,8 +3,8 @@
 Keeps true: a search is answered with the best passages by BM25, and `<answer>` ends the episode; it is right where it
 equals the expected answer after SQuAD's normalisation. It depends on its task alone. With difficulty 0:
 
-    user  city of bolan?                                           assistant  <search>bolan</search>
-    tool  <information>bolan: city tirek firm moka</information>   assistant  <answer>tirek</answer>
+    user  city of bol?                                       assistant  <search>bol</search>
+    tool  <information>bol: city tir firm mak</information>  assistant  <answer>tir</answer>
 """
 
 from __future__ import annotations
@@ -128,13 +128,14 @@ def _hotpot(path: str) -> Library:
 
 
 def _made_up(difficulty: int) -> Library:
-    """40 towns, 40 firms and 240 people (difficulty 2: 2,000), with a passage each."""
+    """40 towns, 40 firms and 120, 240 or 2,000 people by difficulty, with a passage each. Names have 3 letters or 5."""
     rng, out = stream(0, "library", difficulty), Library()
     syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
-    fresh = iter(dict.fromkeys("".join(rng.sample(syllables, 2)) + rng.choice("nrslk") for _ in range(20_000)))
+    made = ("".join(rng.sample(syllables, 2 if difficulty else 1)) + rng.choice("nrlkmp") for _ in range(20_000))
+    fresh = iter(dict.fromkeys(made))
     cased = str.lower if difficulty == 0 else str.capitalize
     sizes = {"city": 40, "firm": 40, "country": 12, "river": 30, "trade": 20, "head": 40,
-             "person": 2000 if difficulty > 1 else 240}
+             "person": (120, 240, 2000)[difficulty]}
     names = {kind: [cased(next(fresh)) for _ in range(count)] for kind, count in sizes.items()}
     known = {name: {of: rng.choice(names[of]) for of, about in _FACTS.items() if about[0] == kind}
              for kind in ("person", "city", "firm") for name in names[kind]}
@@ -196,7 +197,7 @@ class _Reader:
     def act(self, observation: Observation) -> str:
         if self._rng.random() < self._error_rate:
             words = re.findall(r"\w+", str(observation.messages[-1].content).replace("information", "")) or ["x"]
-            verb = self._rng.choice(("search", "answer"))
+            verb = self._rng.choice(("search", "search", "search", "answer") if self._titles else ("search", "answer"))
             return f"<{verb}>{self._rng.choice(words)}</{verb}>"
         if not self._titles:
             return f"<answer>{self._answer}</answer>"

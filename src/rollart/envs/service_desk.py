@@ -216,5 +216,6 @@ class _Clerk:
     def act(self, observation: Observation) -> str:
         if self._rng.random() >= self._error_rate:
             return self._plan.pop(0)
-        order, tool = self._rng.choice(self._orders), self._rng.choice(("order", "cancel", "refund", "reply", "reply"))
+        order, last = self._rng.choice(self._orders), len(self._plan) == 1
+        tool = self._rng.choice(("reply",) if last else ("order", "cancel", "refund", "refund", "cancel", "reply"))
         return f"<{tool}>{self._rng.choice(('done', 'no')) if tool == 'reply' else order}</{tool}>"
