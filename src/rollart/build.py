@@ -14,13 +14,12 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollart.backends.scorers import Scorers, open_scorers
 from rollart.build_ray import domain_pools, open_cluster, plan, ray_parts
-from rollart.config.recipe import Recipe
+from rollart.config.recipe import DomainEntry, Recipe
 from rollart.control.env_manager import Services
 from rollart.control.evaluation import Evaluator
 from rollart.control.llm_proxy import LLMProxy
@@ -36,7 +35,7 @@ from rollart.core.clock import draw, now
 from rollart.core.errors import ConfigError, InvariantViolated, RollArtError, RunError, first_error
 from rollart.core.events import Event, RewardsSampled, RunEnded, StepEnded
 from rollart.core.ports import EnvironmentPool, Trainer
-from rollart.core.types import EvalResult, Manifest, Restored, Version
+from rollart.core.types import EvalResult, Manifest, Restored, Task, Version
 from rollart.envs.latency import InjectedLatency
 from rollart.observe.invariants import Bounds, Invariants
 from rollart.observe.journal import Journal, Subscriber
@@ -164,7 +163,9 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         restored = ledger.recover(version) if resume else None
 
         check = LedgerCheck(ledger)
-        journal = Journal([_invariants(recipe), ledger, *subscribers(ledger), check])
+        tasks = TaskMix({name: _share(name, entry) for name, entry in recipe.domains.items()},
+                        draw(recipe.seed, "tasks"))
+        journal = Journal([_invariants(recipe), ledger, *subscribers(ledger), check, tasks])
         context = context_tokens(recipe, policy)
         folder_or_none = checkpoint[1] if checkpoint else None
         if cluster:
@@ -184,8 +185,6 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         buffer = SampleBuffer(batch_groups=rollout_settings.batch_groups, alpha=recipe.schedule.bound,
                               schedule=schedule, stale=recipe.schedule.stale,
                               spare_groups=rollout_settings.spare_groups, version=version)
-        tasks = TaskMix({name: Share(entry.weight, partial(recipe.domain(name).task, split="train"))
-                         for name, entry in recipe.domains.items()}, draw(recipe.seed, "tasks"))
         rollout = RolloutScheduler(services, buffer, tasks, changed)
         sync = WeightSync(parts.trainer, proxy, journal)
         supervisor = Supervisor(parts.cluster, proxy, sync, changed, max_restarts=recipe.cluster.max_restarts)
@@ -197,6 +196,17 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         if checkpoint and pipeline.evaluator:
             pipeline.evaluator.number = json.loads((checkpoint[1] / "state.json").read_text())["evaluations"]
         yield Run(recipe, folder, pipeline, proxy, parts, ledger, journal, restored, scorer)
+
+
+def _share(name: str, entry: DomainEntry) -> Share:
+    """The domain's training tasks; number n is number n // levels of level n % levels."""
+    levels = entry.levels(name)
+
+    def task(number: int) -> Task:
+        drawn = levels[number % len(levels)].task(number // len(levels), "train")
+        return dataclasses.replace(drawn, id=f"{name}/train/{number}")
+
+    return Share(entry.weight, task, len(levels))
 
 
 def _invariants(recipe: Recipe) -> Invariants:

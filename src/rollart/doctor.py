@@ -22,6 +22,8 @@ PARTS = (
     ("peft", "peft", "lora", "training adapters only ([lora] in a recipe)"),
     ("gymnasium", "gymnasium", "envs", "the frozen_lake domain"),
     ("ray", "ray", "ray", "running on a cluster (rollart train --ray)"),
+    ("bm25s", "bm25s", "envs", "the search_qa and webshop domains"),
+    ("rapidfuzz", "rapidfuzz", "envs", "the webshop domain"),
     ("boto3", "boto3", "serverless", "rewards on AWS Lambda"),
     ("functions_framework", "functions-framework", "serverless", "rollart reward serve"),
 )

@@ -134,6 +134,8 @@ def _code_hash(recipe: Recipe) -> str:
     from rollart.envs import demonstrations as playing
 
     modules = [sys.modules[type(recipe.domain(name)).__module__] for name in recipe.domains]
+    used = {str(getattr(value, "__module__", "")) for module in modules for value in vars(module).values()}
+    modules += [sys.modules[name] for name in sorted(used) if name.startswith("rollart.envs.")]
     digest = hashlib.sha256()
     for module in (*modules, chat, moe, optimizer, scoring, shapes, transformer, warm_start, playing):
         digest.update(inspect.getsource(module).encode())
@@ -148,9 +150,11 @@ def _imitation(recipe: Recipe, chat: Chat) -> list[tuple[Sequence[int], Sequence
     for name in recipe.domains:
         rate = settings.error_rates.get(name, settings.error_rate)
         count = settings.episodes.get(name, settings.demonstrations)
-        for episode in demonstrations(recipe.domain(name), count, seed=draw(recipe.seed, "demo"),
-                                      error_rate=rate):
-            sequences.append(_rendered(chat, episode))
+        levels = recipe.domains[name].levels(name)
+        for level in levels:
+            for episode in demonstrations(level, -(-count // len(levels)), seed=draw(recipe.seed, "demo"),
+                                          error_rate=rate):
+                sequences.append(_rendered(chat, episode))
     return sequences
 
 

@@ -45,6 +45,11 @@ def test_every_recipe_that_ships_is_valid_and_makes_itself_again(path):
     ("engine.context_tokens", 8, "does not fit a context of 8"),
     ("domains.calculator.weight", 0, "weight above 0"),
     ("domains.calculator.latency.distribution", "odd", "latency"),
+    ("domains.calculator.curriculum", 3, "must have lists of settings"),
+    ("domains.calculator.curriculum.highest", 3, "must have lists of settings"),
+    ("domains.calculator.curriculum.highest", [], "need one length"),
+    ("domains.calculator.curriculum.highest", [5, 100], "highest must lie between 1 and 99; got 100"),
+    ("domains.calculator.curriculum.higest", [5, 9], "did you mean 'highest'"),
     ("seed", "zero", "seed must be int"),
     ("warm_start.error_rate", 2.0, "between 0 and 1"),
 ])

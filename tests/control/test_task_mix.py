@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.control.task_mix import Share, TaskMix
+from rollart.core.events import StepEnded
+from rollart.core.types import StepReport
 
 
 def test_the_stream_depends_on_the_seed_only() -> None:
@@ -106,3 +108,48 @@ def test_weights_that_draw_nothing_are_refused(weights: dict[str, float]) -> Non
 def test_a_mix_without_domains_is_refused() -> None:
     with pytest.raises(ValueError, match=r"got \{\}"):
         TaskMix({}, 0)
+
+
+def step(**successes: float) -> StepEnded:
+    return StepEnded(1, StepReport(1, 1.0, 1), {}, successes)
+
+
+def levels(m: TaskMix, count: int = 200) -> Counter[int]:
+    """How many of the next new tasks have which level of three."""
+    return Counter(int(m.next().id.split("/")[1]) % 3 for _ in range(count))
+
+
+def test_a_curriculum_moves_with_success_and_each_level_counts_on_its_own() -> None:
+    m = TaskMix({"game": Share(1.0, task, levels=3), "math": Share(0.0, lambda n: task(n, "math"))}, 0)
+    assert levels(m) == {0: 200}
+    m.on(0.0, step(game=0.7, math=1.0))
+    quarter = levels(m)
+    assert quarter[2] == 0
+    assert 30 < quarter[1] < 70
+    m.on(0.0, step(game=0.5, math=1.0))  # neither: the stage stays
+    m.on(0.0, step(math=1.0))
+    assert 30 < levels(m)[1] < 70
+    m.on(0.0, step(game=0.29))
+    assert levels(m) == {0: 200}
+    for _ in range(20):
+        m.on(0.0, step(game=1.0))
+    numbers = [int(m.next().id.split("/")[1]) for _ in range(10)]
+    assert numbers == [2 + 3 * i for i in range(10)]  # the last level, from its beginning
+
+
+def test_a_curriculum_goes_on_where_it_stood_after_a_restore() -> None:
+    def make(count: int) -> TaskMix:
+        return TaskMix({"game": Share(1.0, task, levels=count)}, 4)
+
+    m = make(3)
+    for _ in range(5):
+        m.on(0.0, step(game=0.9))
+        m.next()
+    back = m.next()
+    m.put_back(back)
+    later = make(3)
+    later.restore(json.loads(json.dumps(m.state())))
+    assert [later.next() for _ in range(40)] == [m.next() for _ in range(40)]
+    fewer = make(2)  # levels were taken away: it stands at the last one
+    fewer.restore(json.loads(json.dumps({**m.state(), "returned": []})))
+    assert int(fewer.next().id.split("/")[1]) % 2 == 1

@@ -83,11 +83,24 @@ class PoolSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DomainEntry:
-    """One domain of the mix: its weight, what injects latency, and all of the domain's own settings."""
+    """One domain of the mix: its weight, what injects latency, and all of the domain's own settings.
+
+    curriculum: settings as lists of equal length, one value a level, the easiest first.
+    """
 
     weight: float
     settings: Mapping[str, Any]
     latency: Latency | None
+    curriculum: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def levels(self, name: str) -> list[Domain]:
+        """The domain at each level of its curriculum; without one, the domain alone. Raises ConfigError."""
+        lengths = {len(values) for values in self.curriculum.values()} or {1}
+        if len(lengths) > 1 or 0 in lengths:
+            raise ConfigError(f"domains.{name}.curriculum: its lists need one length, one value a level; got "
+                              f"{dict(self.curriculum)}")
+        return [make_domain(name, {**self.settings, **{key: values[level] for key, values in self.curriculum.items()}})
+                for level in range(lengths.pop())]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +145,7 @@ class Recipe:
         """Plain data, complete, in the form that `from_tables` reads."""
         plain = dataclasses.asdict(self)
         plain["domains"] = {name: {"weight": entry.weight, **entry.settings,
+                                   **({"curriculum": dict(entry.curriculum)} if entry.curriculum else {}),
                                    **({"latency": dataclasses.asdict(entry.latency)} if entry.latency else {})}
                             for name, entry in self.domains.items()}
         for name in ("warm_start", "lora"):
@@ -195,9 +209,15 @@ def _domain(name: str, table: Any) -> DomainEntry:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
         raise ConfigError(f"domains.{name}.weight must be a number >= 0; got {weight!r}")
     latency = settings.pop("latency", None)
+    curriculum = settings.pop("curriculum", {})
+    if not isinstance(curriculum, Mapping) or not all(isinstance(values, list) for values in curriculum.values()):
+        raise ConfigError(f"domains.{name}.curriculum must have lists of settings, such as {{ difficulty = [0, 1] }}; "
+                          f"got {curriculum!r}")
     resolved = dataclasses.asdict(make_domain(name, settings).settings)
-    return DomainEntry(weight=float(weight), settings=resolved,
-                       latency=None if latency is None else build(Latency, latency, f"domains.{name}.latency"))
+    entry = DomainEntry(weight=float(weight), settings=resolved, curriculum=curriculum,
+                        latency=None if latency is None else build(Latency, latency, f"domains.{name}.latency"))
+    entry.levels(name)  # a mistake in a level is said now
+    return entry
 
 
 def _check(recipe: Recipe) -> None:
@@ -251,7 +271,7 @@ def _check(recipe: Recipe) -> None:
     if learner.schedule != "constant" and learner.warmup_steps >= (learner.total_steps or recipe.pipeline.steps):
         raise ConfigError(f"learner.warmup_steps = {learner.warmup_steps} must be below the schedule's length of "
                           f"{learner.total_steps or recipe.pipeline.steps} steps")
-    needed = max(entry.settings["max_tokens"] for entry in recipe.domains.values())
+    needed = max(level.settings.max_tokens for name, entry in recipe.domains.items() for level in entry.levels(name))
     kinds = {pool.engine for pool in recipe.pools.values()}
     if "vllm" in kinds and 0 < recipe.vllm.context_tokens < rollout.context_tokens:
         raise ConfigError(f"rollout.context_tokens = {rollout.context_tokens} must be at most vllm.context_tokens = "

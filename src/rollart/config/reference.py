@@ -49,7 +49,9 @@ def reference() -> str:
     parts += [_section(f"[{name}]", kind) for name, kind in SECTIONS.items()]
     parts.append(_section("[pools.NAME]", PoolSettings))
     parts.append("## [domains.NAME]\n\n`weight` (default 1.0) is the domain's share of the mix. The other keys are the "
-                 "domain's own; a domain of your own is named `[domains.\"module:Class\"]`.\n")
+                 "domain's own; a domain of your own is named `[domains.\"module:Class\"]`. `curriculum` has lists of "
+                 "settings, one value a level, as `{ difficulty = [0, 1] }`: training begins with the first level and "
+                 "moves on with the domain's success; what is evaluated has the settings beside it.\n")
     for name in DOMAINS:
         try:
             parts.append(_section(f"[domains.{name}]", domain_class(name).Settings, level="###"))

@@ -28,7 +28,10 @@ DOMAINS: dict[str, str] = {
     "frozen_lake": "rollart.envs.frozen_lake:FrozenLake",
     "guess": "rollart.envs.guess:Guess",
     "maths": "rollart.envs.maths:Maths",
+    "search_qa": "rollart.envs.search_qa:SearchQA",
+    "service_desk": "rollart.envs.service_desk:ServiceDesk",
     "swe": "rollart.envs.swe.bugs:BugFix",
+    "webshop": "rollart.envs.webshop:WebShop",
 }
 """The domains that ship here, by name: `module:Class`. A recipe may name a domain of its own in the same form."""
 

@@ -1,7 +1,8 @@
 """Rewards of the domains that ship here: plain functions of a request, called in any process, as often as one likes.
 
 Keeps true: an answer is read from the agent's own actions, never from what an environment or a tool said; the format
-part is paid only to a failure and stays below a success: value 1 if solved, else 0.1 x the valid share of the actions.
+part is paid only to a failure and stays below a success: value 1 if solved, else 0.1 x the valid share of the actions
+(webshop has its own reward instead).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 from rollart.core.errors import ConfigError
 from rollart.core.types import Score
@@ -38,13 +40,30 @@ def calculator(request: RewardRequest) -> Score:
     return _score(request, found is not None and int(found[1]) == _fact(request, "target"))
 
 
+def search_qa(request: RewardRequest) -> Score:
+    """Solved: the answer is the expected one, exactly, after SQuAD's normalisation; `f1` of its words is a part."""
+    score = _score(request, bool(_fact(request, "success")))
+    return replace(score, parts={**score.parts, "f1": _fact(request, "f1") or 0.0})
+
+
+def service_desk(request: RewardRequest) -> Score:
+    """Solved: the database is as it should be, the reply says what it must and nothing else, no rule was broken."""
+    return _score(request, bool(_fact(request, "success")))
+
+
 def swe(request: RewardRequest) -> Score:
     """Solved: every test that the bug broke passes again, and every other one still does."""
     return _score(request, bool(_fact(request, "success")))
 
 
-REWARDS: dict[str, RewardFunction] = {"calculator": calculator, "frozen_lake": frozen_lake, "guess": guess,
-                                      "maths": calculator, "swe": swe}
+def webshop(request: RewardRequest) -> Score:
+    """WebShop's own reward of the purchase, from 0 to 1 (`rollart.envs.catalogue`); solved: all of it."""
+    parts = {name: _fact(request, name) or 0.0 for name in ("reward", "type", "attributes", "options", "price")}
+    return Score(parts["reward"], bool(_fact(request, "success")), parts)
+
+
+REWARDS: dict[str, RewardFunction] = {"maths": calculator, **{function.__name__: function for function in (
+    calculator, frozen_lake, guess, search_qa, service_desk, swe, webshop)}}
 
 
 def reward_function(name: str) -> RewardFunction:
@@ -73,7 +92,7 @@ def reward_function(name: str) -> RewardFunction:
     return cast(RewardFunction, function)
 
 
-def _fact(request: RewardRequest, name: str) -> object:
+def _fact(request: RewardRequest, name: str) -> Any:
     return request.facts.get(name)
 
 
