@@ -174,7 +174,8 @@ def _domain(name: str, table: Any) -> DomainEntry:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
         raise ConfigError(f"domains.{name}.weight must be a number >= 0; got {weight!r}")
     latency = settings.pop("latency", None)
-    resolved = dataclasses.asdict(make_domain(name, settings).settings)
+    kind = {"class": settings["class"]} if "class" in settings else {}
+    resolved = {**kind, **dataclasses.asdict(make_domain(name, settings).settings)}
     return DomainEntry(weight=float(weight), settings=resolved,
                        latency=None if latency is None else build(Latency, latency, f"domains.{name}.latency"))
 

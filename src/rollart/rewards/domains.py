@@ -13,7 +13,7 @@ from typing import cast
 
 from rollart.core.errors import ConfigError
 from rollart.core.types import Score
-from rollart.rewards.contract import RewardFunction, RewardRequest
+from rollart.rewards.contract import RewardFunction, RewardRequest, Unscorable
 
 FORMAT_WEIGHT = 0.1
 
@@ -38,7 +38,15 @@ def calculator(request: RewardRequest) -> Score:
     return _score(request, found is not None and int(found[1]) == _fact(request, "target"))
 
 
-REWARDS: dict[str, RewardFunction] = {"calculator": calculator, "frozen_lake": frozen_lake, "guess": guess}
+def own(request: RewardRequest) -> Score:
+    """What the environment itself paid: the sum of its rewards, and whether it calls that solved."""
+    paid, success = _fact(request, "return"), bool(_fact(request, "success"))
+    if not isinstance(paid, int | float):
+        raise Unscorable("the environment told no reward")
+    return Score(float(paid), success, {"success": float(success)})
+
+
+REWARDS: dict[str, RewardFunction] = {"calculator": calculator, "frozen_lake": frozen_lake, "guess": guess, "own": own}
 
 
 def reward_function(name: str) -> RewardFunction:
