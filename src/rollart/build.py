@@ -18,7 +18,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -268,7 +268,8 @@ class Run:
             "engines": engines,
             "rewards": {name: value for name, value in self.scorers.last.items() if value},
             "environments": {"processes": environments.live, "idle": environments.idle,
-                             "opened": environments.opened, "failed": environments.failed},
+                             "opened": environments.opened, "failed": environments.failed,
+                             "opened ahead": environments.ahead},
         }
 
     async def train(self) -> bool:
@@ -343,8 +344,10 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         buffer = SampleBuffer(batch_groups=rollout_settings.batch_groups, alpha=recipe.schedule.bound,
                               schedule=schedule, stale=recipe.schedule.stale,
                               spare_groups=rollout_settings.spare_groups, version=version)
-        tasks = TaskMix({name: Share(entry.weight, partial(recipe.domain(name).task, split="train"))
+        tasks = TaskMix({name: Share(entry.weight, lru_cache(256)(partial(recipe.domain(name).task, split="train")))
                          for name, entry in recipe.domains.items()}, draw(recipe.seed, "tasks"))
+        copies = rollout_settings.group_size + rollout_settings.spares
+        environments.upcoming = lambda: (task for task in tasks.peek() for _ in range(copies))
         rollout = RolloutScheduler(services, buffer, tasks, changed)
         sync = WeightSync(trainer, proxy, journal)
         cluster = LocalCluster([*engines, *eval_engines])

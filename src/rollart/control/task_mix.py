@@ -6,7 +6,7 @@ and `restore` lose and repeat nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,13 @@ class TaskMix:
             index = self._next[name]
             self._next[name] += 1
         return self._shares[name].task(index)
+
+    def peek(self) -> Iterator[Task]:
+        """The tasks that `next` will give, as long as none is put back meanwhile; endless."""
+        ahead = TaskMix(self._shares, self._seed)
+        ahead.restore(self.state())
+        while True:
+            yield ahead.next()
 
     def put_back(self, task: Task) -> None:
         """The task was not trained: it comes again. Its id ends in `/number`; works across a resume too."""
