@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import islice
 
 import pytest
 from fakes import mix, task
@@ -106,3 +107,13 @@ def test_weights_that_draw_nothing_are_refused(weights: dict[str, float]) -> Non
 def test_a_mix_without_domains_is_refused() -> None:
     with pytest.raises(ValueError, match=r"got \{\}"):
         TaskMix({}, 0)
+
+
+def test_peek_names_the_tasks_that_come_next_and_changes_nothing() -> None:
+    m = mix(4, math=1.0, game=2.0)
+    back = [m.next() for _ in range(3)][1]
+    m.put_back(back)
+    before, ahead = dict(m.state()), list(islice(m.peek(), 20))
+    assert m.state() == before
+    assert ahead == [m.next() for _ in range(20)]
+    assert ahead[0] == back
