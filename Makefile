@@ -7,10 +7,10 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 QUICKSTART = runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup quickstart test check bench swarm reproduce clean
+.PHONY: help setup quickstart test test-envs check bench swarm reproduce clean
 
 help:  ## What there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -39,12 +39,19 @@ check: $(VENV)/.dev  ## Lint, types, layers
 test: check  ## All checks and tests
 	$(BIN)/python -m pytest
 
+test-envs:  ## Adapters on real environments of eight libraries, in a virtual environment of their own (.venv-envs)
+	$(PYTHON) -m venv .venv-envs
+	.venv-envs/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout \
+	  -e '.[envs,gem,textarena,reasoning-gym,verifiers,openenv,mcp]' 'openenv>=0.10,<0.11'
+	.venv-envs/bin/python -m pytest tests/adapters
+
 bench: $(VENV)/.dev  ## The benchmarks, one after the other (about half an hour)
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/learner.py
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/schedules.py
 	$(BIN)/python benchmarks/rewards.py
+	$(BIN)/python benchmarks/environments.py
 
 swarm: $(VENV)/.run  ## 10,000 random worlds with faults, every invariant checked (about ten minutes)
 	$(BIN)/rollart swarm --seeds 10000

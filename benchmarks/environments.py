@@ -2,9 +2,9 @@
 
     python benchmarks/environments.py            # the slow environment; --fast for one that opens at once
 
-Groups of four members play one after the other in two slots, as a run's groups do: a slot takes the next task, opens its
-members together and plays five turns of 0.5 s. The slow environment takes 1 to 2 s to open (by its task), the fast one
-none. Printed: seconds from asking for an environment to its first observation, median and 99th percentile.
+Groups of four members play one after the other in two slots, as a run's groups do: a slot takes the next task, opens
+its members together and plays five turns of 0.5 s. The slow environment takes 1 to 2 s to open (by its task), the fast
+one none. Printed: seconds from asking for an environment to its first observation, median and 99th percentile.
 """
 
 import argparse

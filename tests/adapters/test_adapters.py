@@ -86,7 +86,7 @@ def table(request, tmp_path):
 
 
 class Guesser:
-    """Plays all of them by what they say: halves a range, adds two numbers by the tool, else says what it is told to."""
+    """Plays by what is said: halves a range, adds two numbers by the tool, else asks its player."""
 
     def __init__(self, player):
         self.low, self.high, self.player = 1, 20, player
@@ -237,10 +237,9 @@ def test_an_answer_of_a_wrong_type_names_the_environment_and_the_call(reset, ste
         name, Session = "odd", Odd
 
     domain = Domain(foreign.ForeignSettings(id="odd"))
+    episode = domain.open(domain.task(0, "train"))
     with pytest.raises(TypeError, match=message):
-        episode = domain.open(domain.task(0, "train"))
-        episode.first()
-        episode.step(Action("x"))
+        (episode.first(), episode.step(Action("x")))
 
 
 def test_an_environment_without_a_player_refuses_to_demonstrate():
@@ -249,3 +248,9 @@ def test_an_environment_without_a_player_refuses_to_demonstrate():
         domain.player(domain.task(0, "train"), 0, 0.1)
     with pytest.raises(ConfigError, match="no random player"):
         domain.random_player(domain.task(0, "train"), 0)
+
+
+def test_the_reference_server_of_the_docs_is_the_example_and_short():
+    server = (HERE.parents[1] / "examples" / "http_environment.py").read_text()
+    assert f"```python\n{server}```" in (HERE.parents[1] / "docs" / "environments.md").read_text()
+    assert len(server.splitlines()) <= 60

@@ -12,7 +12,7 @@ from typing import Any
 from rollart.config import simulation
 from rollart.config.recipe import SECTIONS, PoolSettings
 from rollart.core.errors import ConfigError
-from rollart.envs.domain import DOMAINS, domain_class
+from rollart.envs.domain import ADAPTERS, DOMAINS, domain_class
 from rollart.envs.latency import Latency
 from rollart.sim.costs import Shape, StepCost, TrainCost
 from rollart.sim.workload import Load, Spread
@@ -49,8 +49,9 @@ def reference() -> str:
     parts += [_section(f"[{name}]", kind) for name, kind in SECTIONS.items()]
     parts.append(_section("[pools.NAME]", PoolSettings))
     parts.append("## [domains.NAME]\n\n`weight` (default 1.0) is the domain's share of the mix. The other keys are the "
-                 "domain's own; a domain of your own is named `[domains.\"module:Class\"]`.\n")
-    for name in DOMAINS:
+                 "domain's own; a domain of your own is named `[domains.\"module:Class\"]`. `class = \"gem\"` (or "
+                 "another domain below, or module:Class) leaves NAME free; docs/environments.md explains adapters.\n")
+    for name in (*DOMAINS, *ADAPTERS):
         try:
             parts.append(_section(f"[domains.{name}]", domain_class(name).Settings, level="###"))
         except ConfigError as missing:

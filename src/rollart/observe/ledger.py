@@ -2,8 +2,7 @@
 
 Keeps true: I2 at any instant and after kill -9; what is on disk is always the run as it was after some event, never
 half of one. A group's row and the task source's state change in one transaction, so that no task is lost. A finished
-trajectory's tokens stay until a checkpoint holds the step that used them. (Latencies of environments are those until the
-last step.)
+trajectory's tokens stay until a checkpoint holds the step that used them. (Latencies are those until the last step.)
 
 Waits for the disk only: writes gather in a transaction that is committed every COMMIT_SECONDS and at each barrier (a
 batch was trained, a step ended, a checkpoint was written, the run starts or ends). The write-ahead log goes into the

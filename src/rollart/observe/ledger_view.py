@@ -75,7 +75,7 @@ class LedgerView:
         return out
 
     def environments(self) -> dict[str, dict[str, Any]]:
-        """By domain: `latency.figures` of training, `failed` (trajectories, by an environment), `quarantined` (tasks)."""
+        """By domain: `latency.figures` of training, trajectories that an environment `failed`, `quarantined` tasks."""
         failed = dict(self._rows("SELECT domain, count(*) FROM trajectories WHERE outcome = 'failed' "
                                  "AND reason LIKE 'EnvironmentFailed%' GROUP BY 1"))
         bad: dict[str, list[str]] = {}

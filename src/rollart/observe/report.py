@@ -70,7 +70,8 @@ def write_report(run_path: str | Path) -> Path:
     folder = RunFolder(run_path)
     with LedgerView(folder.database) as ledger:
         view = RunView(folder, run_state(run_path), summarise(run_path), read_metrics(folder.metrics), ledger)
-        parts = (_header, _headline, _learning, _staleness, _time, _environments, _rewards, _weights, _ledger, _samples, _config)
+        parts = (_header, _headline, _learning, _staleness, _time, _environments, _rewards, _weights, _ledger, _samples,
+                 _config)
         body = "".join(part(view) for part in parts)
     style = resources.files(__package__).joinpath("report.css").read_text()
     page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '

@@ -291,12 +291,12 @@ def test_what_comes_next_is_opened_while_the_present_runs_and_used_once_by_its_o
         assert waited > 0.4
         await asyncio.sleep(1.5)
         pids = set()
-        for task in list(left[:2]):
+        for _ in range(2):
             environment, waited = await opened(pool, left.pop(0))
             assert waited < 0.2
             pids.add(await pid_of(environment))
         assert len(pids) == 2
-        other, waited = await opened(pool, trouble_task("b", open_seconds=0.4))  # one more than was foreseen
+        _, waited = await opened(pool, trouble_task("b", open_seconds=0.4))  # one more than was foreseen
         assert waited > 0.4
         for _ in range(2):
             await environment.step(Action("turn"))
@@ -322,7 +322,7 @@ def test_what_was_foreseen_wrongly_or_failed_ahead_costs_no_more_than_opening_an
         await environment.close()
         pool._open_ahead()
         await asyncio.sleep(0.3)
-        ahead = (await pool._ahead["x"][0].opening)._first
+        ahead = (await pool._ahead["x"][0][0])._first
         os.kill(int(text(ahead)), signal.SIGKILL)
         await until_dead(int(text(ahead)))
         await asyncio.sleep(0.2)

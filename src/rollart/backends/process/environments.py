@@ -1,10 +1,10 @@
 """Environments in worker processes, one at a time in each.
 
 Keeps true: a hang, a crash, a memory blow-up or global state of one environment harms no other; a cancelled call
-leaves no process behind; every error names the task, the domain, the stage and the seconds. What is opened ahead of time
-is what the next tasks need, in processes beyond those of the running episodes; it is used once, by its own task, and an
-opening that failed ahead of time is done again by whoever asks. It waits for a free process, for the opening and for each
-step, each with its own deadline.
+leaves no process behind; every error names the task, the domain, the stage and the seconds. What is opened ahead of
+time is what the next tasks need, in processes beyond those of the running episodes; it is used once, by its own task,
+and an opening that failed ahead of time is done again by whoever asks. It waits for a free process, for the opening and
+for each step, each with its own deadline.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ProcessEnvironments:
         self._wait_seconds, self._open_seconds, self._call_seconds = wait_seconds, open_seconds, call_seconds
         self.upcoming: Callable[[], Iterator[Task]] = lambda: iter(())
         self._preopen = settings.preopen
-        self._ahead: dict[str, list[_Ahead]] = {}  # by task id
+        self._ahead: dict[str, list[tuple[asyncio.Task[_ProcessEnvironment], float]]] = {}  # by task id; and since when
         self._closed = False
         self._workers = WorkerPool(domains=domains, rewards={},
                                    processes=(settings.max_processes or 64) + settings.preopen,
@@ -109,18 +109,16 @@ class ProcessEnvironments:
     async def close(self) -> None:
         """Kill every process, open or idle, and wait until they are gone."""
         self._closed = True
-        for ahead in [ahead for waiting in self._ahead.values() for ahead in waiting]:
-            ahead.opening.cancel()
-        self._ahead.clear()
+        for opening, _ in [ahead for waiting in self._ahead.values() for ahead in waiting]:
+            opening.cancel()
         await self._workers.close()
 
     async def _opened_ahead(self, task: Task) -> _ProcessEnvironment | None:
         """The environment that was opened for this task, or is being opened; None: there is none, or it failed."""
         waiting = self._ahead.get(task.id, [])
         while waiting:
-            opening = waiting.pop(0).opening
             try:
-                environment = await opening
+                environment = await waiting.pop(0)[0]
             except (WorkerFailed, NoFreeWorker):
                 continue
             if environment.alive:
@@ -138,12 +136,12 @@ class ProcessEnvironments:
             if len(waiting) < count[task.id] and sum(map(len, self._ahead.values())) < self._preopen:
                 opening = asyncio.create_task(self._open(task, 0.0), name=f"open ahead {task.id}")
                 opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asks opens anew
-                waiting.append(_Ahead(opening, time))
+                waiting.append((opening, time))
         for id, waiting in list(self._ahead.items()):
-            for ahead in [ahead for ahead in waiting if id not in count and time - ahead.since > _AHEAD_SECONDS]:
+            for ahead in [ahead for ahead in waiting if id not in count and time - ahead[1] > _AHEAD_SECONDS]:
                 waiting.remove(ahead)
-                ahead.opening.add_done_callback(_discard)
-                ahead.opening.cancel()
+                ahead[0].add_done_callback(_discard)
+                ahead[0].cancel()
             if not waiting:
                 del self._ahead[id]
 
@@ -174,14 +172,6 @@ class ProcessEnvironments:
 
     def _kill(self, worker: Worker) -> None:
         self._workers.kill(worker)
-
-
-@dataclass(frozen=True, eq=False)
-class _Ahead:
-    """An opening begun ahead of time, and when (seconds)."""
-
-    opening: asyncio.Task[_ProcessEnvironment]
-    since: float
 
 
 def _discard(opening: asyncio.Task[_ProcessEnvironment]) -> None:

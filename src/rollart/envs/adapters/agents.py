@@ -166,7 +166,8 @@ class Mcp(Foreign):
                 row = json.loads(line)
                 self.rows.append({"question": str(row["question"]), "answer": str(row["answer"])})
             except (ValueError, TypeError, KeyError):
-                raise ValueError(f"{self.settings.tasks}:{number}: a line must be {{\"question\", \"answer\"}}") from None
+                where = f"{self.settings.tasks}:{number}"
+                raise ValueError(f'{where}: a line must be {{"question": ..., "answer": ...}}') from None
 
     def problem(self, rng: random.Random) -> dict[str, Any]:
         if not self.rows:

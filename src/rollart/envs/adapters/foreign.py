@@ -1,9 +1,9 @@
 """What the adapters of other libraries' environments share.
 
-Keeps true: what a library draws from the global random streams (`random`, numpy's) is the episode's own, seeded from its
-task and put aside after each call, so that episodes in one process change neither each other nor their host; the score
-is the library's own reward; an answer of a wrong type is an error that names the environment and the call. A library
-is imported where it is used. It waits for the library, within the deadlines of whoever calls.
+Keeps true: what a library draws from the global random streams (`random`, numpy's) is the episode's own, seeded from
+its task and put aside after each call, so that episodes in one process change neither each other nor their host; the
+score is the library's own reward; an answer of a wrong type is an error that names the environment and the call. A
+library is imported where it is used. It waits for the library, within the deadlines of whoever calls.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Session:
 class Foreign(Domain):
     """A domain of a library's environment. Payload: `seed`, unless the adapter has problems of its own.
 
-    Subclasses set `Session`, and say how to `make` the environment, which ids are `known`, and how to `sample` an action.
+    Subclasses set `Session`, and say how to `make` the environment, which ids are `known`, how to `sample` an action.
     """
 
     reward = "own"
@@ -77,7 +77,7 @@ class Foreign(Domain):
     def __init__(self, settings: Any = None) -> None:
         super().__init__(settings)
         id, known = self.settings.id, list(self.known())
-        if known and id not in known or not id:
+        if not id or (known and id not in known):
             near = nearest(id, known)
             near = near if len(near) < 300 else f": there are {len(known)}, such as {', '.join(known[:4])}"
             raise ConfigError(f"domain {self.name}: no id {id!r}{near}")

@@ -51,7 +51,7 @@ class _Gym(Session):
 
 
 class Gymnasium(Foreign):
-    """Environments with a Discrete or a Text action space. `arguments = {render_mode = "ansi"}` shows the drawn text."""
+    """Those with a Discrete or a Text action space. `arguments = {render_mode = "ansi"}` shows the drawn text."""
 
     name = "gymnasium"
     rules = "Act by one of the action's names."
@@ -69,7 +69,7 @@ class Gymnasium(Foreign):
         space = env.action_space
         count = int(getattr(space, "n", 0))
         env.words = s.actions.split() or [str(i) for i in range(count)]
-        if not count and not isinstance(space, gym.spaces.Text) or len(env.words) != count:
+        if len(env.words) != count or not (count or isinstance(space, gym.spaces.Text)):
             raise ValueError(f"its actions are {space}: Text, or Discrete with a word for each, can be played; got "
                              f"{len(env.words)} words")
         return env
@@ -151,12 +151,16 @@ class _Question(Session):
         return Reply(self.env[0]["question"])
 
     def step(self, text: str) -> Reply:
-        answer = library("reasoning_gym.utils", "reasoning_gym").extract_answer(text)
+        answer = library("reasoning_gym.utils", "reasoning-gym").extract_answer(text)
         try:
             reward = self.env.score_answer(answer, self.env[0])
         except ValueError:  # some generators raise where an answer cannot be read
             reward = 0.0
         return Reply((), reward, True, valid=answer is not None)
+
+
+_BROKEN = {"game_of_life_halting": "scores any text as right", "codeio": "does not repeat itself for a seed",
+           "composite": "is made of others: name each as a domain"}
 
 
 class ReasoningGym(Foreign):
@@ -165,23 +169,21 @@ class ReasoningGym(Foreign):
     name = "reasoning_gym"
     rules = "Think, then give the answer between <answer> and </answer>."
     Session = _Question
-    broken = {"game_of_life_halting": "scores any text as right", "codeio": "does not repeat itself for a seed",
-              "composite": "is made of others: name each as a domain"}
 
     def known(self) -> Iterable[str]:
-        library("reasoning_gym", "reasoning_gym")
-        return library("reasoning_gym.factory", "reasoning_gym").DATASETS
+        library("reasoning_gym", "reasoning-gym")
+        return library("reasoning_gym.factory", "reasoning-gym").DATASETS
 
     def check(self) -> None:
-        if self.settings.id in self.broken:
-            raise ValueError(f"it {self.broken[self.settings.id]}")
+        if self.settings.id in _BROKEN:
+            raise ValueError(f"it {_BROKEN[self.settings.id]}")
         self.entry(0)
 
     def session(self, task: Task) -> Session:
         return _Question(self.dataset(task.payload["seed"]), task)
 
     def dataset(self, seed: int) -> Any:
-        create = library("reasoning_gym", "reasoning_gym").create_dataset
+        create = library("reasoning_gym", "reasoning-gym").create_dataset
         return create(self.settings.id, seed=seed, size=1, **self.settings.arguments)
 
     def entry(self, seed: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Adapters of environments behind an address: OpenEnv's WebSocket, and a plain HTTP protocol (docs/environments.md).
 
-Keeps true: one connection or one `episode` id per episode, closed with it; the seed of the task goes to the server, which
-alone knows whether it repeats itself; an error of the server is one of the environment, never a reward.
+Keeps true: one connection or one `episode` id per episode, closed with it; the seed of the task goes to the server,
+which alone knows whether it repeats itself; an error of the server is one of the environment, never a reward.
 """
 
 from __future__ import annotations
