@@ -17,7 +17,10 @@ def add(a: int, b: int) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) == 1:
+        server.run()
+    elif hasattr(server.settings, "port"):
         server.settings.port = int(sys.argv[1])
         server.run(transport="streamable-http")
-    server.run()
+    else:  # version 2
+        server.run(transport="streamable-http", port=int(sys.argv[1]))
