@@ -89,8 +89,7 @@ class ProcessEnvironments:
 
     def stats(self) -> ProcessStats:
         workers = self._workers
-        return ProcessStats(workers.live, workers.idle, self._opened, self._failed, workers.killed,
-                            self._found)
+        return ProcessStats(workers.live, workers.idle, self._opened, self._failed, workers.killed, self._found)
 
     async def open(self, task: Task) -> _ProcessEnvironment:
         """Open in a process of its own. Raises EnvironmentFailed; whoever asked decides whether to try again."""
@@ -119,7 +118,8 @@ class ProcessEnvironments:
         while waiting:
             try:
                 environment = await waiting.pop(0)[0]
-            except (WorkerFailed, NoFreeWorker):
+            except (WorkerFailed, NoFreeWorker) as failure:
+                self._failed += isinstance(failure, WorkerFailed)
                 continue
             if environment.alive:
                 self._found += 1
