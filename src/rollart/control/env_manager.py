@@ -155,7 +155,7 @@ class EnvManager:
                 await wave.arrive(f"{self.id} before the environment")
             observation = await self._within("environment", settings.environment_seconds, EnvironmentFailed,
                                              environment.step(Action(text, completion.finish is Finish.LENGTH)))
-            self._calls.append(round(now() - self.since, 6))
+            self._calls.append(round(self._now() - self.since, 6))
             last = observation.done or turn + 1 == self.task.max_turns
             reply = nothing if last else s.renderer.reply(completion, observation.messages)
             context = join(context, completion.tokens, reply)
