@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 QUICKSTART = runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup quickstart test test-cluster test-vllm check bench swarm reproduce clean
+.PHONY: help setup quickstart test test-cluster test-envs test-vllm check bench swarm reproduce clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -57,6 +57,12 @@ test-vllm: .venv-vllm/.done  ## Tests of vLLM engines on a CPU, in an environmen
 	test -e .venv-vllm/smollm2/config.json || .venv-vllm/bin/python benchmarks/smollm2.py .venv-vllm/smollm2
 	OMP_NUM_THREADS=1 ROLLART_SMOLLM2=$$PWD/.venv-vllm/smollm2 .venv-vllm/bin/python -m pytest tests/backends/vllm
 
+test-envs:  ## Adapters on real environments of eight libraries, in a virtual environment of their own (.venv-envs)
+	$(PYTHON) -m venv .venv-envs
+	.venv-envs/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout \
+	  -e '.[envs,gem,textarena,reasoning-gym,verifiers,openenv,mcp]' 'openenv>=0.10,<0.11'
+	.venv-envs/bin/python -m pytest tests/adapters
+
 bench: $(VENV)/.dev  ## The benchmarks, one after the other (about half an hour)
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/learner.py
@@ -64,6 +70,7 @@ bench: $(VENV)/.dev  ## The benchmarks, one after the other (about half an hour)
 	$(BIN)/python benchmarks/schedules.py
 	$(BIN)/python benchmarks/rewards.py
 	$(BIN)/python benchmarks/weight_sync.py --carriers file collective
+	$(BIN)/python benchmarks/environments.py
 
 swarm: $(VENV)/.run  ## 10,000 random worlds with faults, every invariant checked (about ten minutes)
 	$(BIN)/rollart swarm --seeds 10000

@@ -14,9 +14,11 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollart.backends.process.environments import ProcessEnvironments
 from rollart.backends.scorers import Scorers, open_scorers
 from rollart.build_ray import domain_pools, open_cluster, plan, ray_parts
 from rollart.config.recipe import DomainEntry, Recipe
@@ -115,7 +117,8 @@ class Run:
             "engines": engines,
             "rewards": {name: value for name, value in self.scorers.last.items() if value},
             "environments": {"processes": environments.live, "idle": environments.idle,
-                             "opened": environments.opened, "failed": environments.failed},
+                             "opened": environments.opened, "failed": environments.failed,
+                             "opened ahead": environments.ahead},
         }
 
     async def train(self) -> bool:
@@ -185,6 +188,9 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         buffer = SampleBuffer(batch_groups=rollout_settings.batch_groups, alpha=recipe.schedule.bound,
                               schedule=schedule, stale=recipe.schedule.stale,
                               spare_groups=rollout_settings.spare_groups, version=version)
+        if isinstance(parts.environments, ProcessEnvironments):
+            copies = rollout_settings.group_size + rollout_settings.spares
+            parts.environments.upcoming = lambda: (task for task in tasks.peek() for _ in range(copies))
         rollout = RolloutScheduler(services, buffer, tasks, changed)
         sync = WeightSync(parts.trainer, proxy, journal)
         supervisor = Supervisor(parts.cluster, proxy, sync, changed, max_restarts=recipe.cluster.max_restarts)
@@ -202,6 +208,7 @@ def _share(name: str, entry: DomainEntry) -> Share:
     """The domain's training tasks; number n is number n // levels of level n % levels."""
     levels = entry.levels(name)
 
+    @lru_cache(256)
     def task(number: int) -> Task:
         drawn = levels[number % len(levels)].task(number // len(levels), "train")
         return dataclasses.replace(drawn, id=f"{name}/train/{number}")

@@ -99,3 +99,16 @@ def test_an_override_reads_toml_values_and_plain_words():
     tables: dict = {}
     override(tables, ["a.b=3", "a.c=[1, 2]", "a.d=word", 'a.e="3"'])
     assert tables == {"a": {"b": 3, "c": [1, 2], "d": "word", "e": "3"}}
+
+
+def test_several_domains_of_one_class_have_names_of_their_own():
+    url = {"class": "http", "arguments": {"level": 2}}
+    recipe = from_tables({"domains": {"near": {**url, "id": "http://a"}, "far": {**url, "id": "http://b", "weight": 2}}})
+    assert from_tables(json.loads(json.dumps(recipe.to_json()))) == recipe
+    domains = [recipe.domain(name) for name in recipe.domains]
+    assert [domain.task(0, "train").domain for domain in domains] == ["near", "far"]
+    assert [(domain.settings.id, domain.settings.arguments) for domain in domains] == [
+        ("http://a", {"level": 2}), ("http://b", {"level": 2})]
+    with pytest.raises(ConfigError, match="domain near has no setting 'idd': did you mean 'id'"):
+        from_tables({"domains": {"near": {"class": "http", "idd": "http://a"}}})
+

@@ -10,7 +10,7 @@ import pytest
 from fakes import Books, FakePool, FakeScorer, Rig, mix, task, trajectory
 
 from rollart.control.settings import RolloutSettings, ScheduleSettings
-from rollart.core.errors import InvariantViolated, RunError
+from rollart.core.errors import EnvironmentFailed, InvariantViolated, RunError
 from rollart.core.events import (
     BatchTaken,
     Event,
@@ -21,7 +21,7 @@ from rollart.core.events import (
     TrajectoryEnded,
     TrajectoryStarted,
 )
-from rollart.core.types import Fate, Outcome, Restored, StalePolicy, Trajectory, Unfinished
+from rollart.core.types import Fate, Outcome, Restored, StalePolicy, Task, Trajectory, Unfinished
 from rollart.sim.loop import run_virtual
 
 
@@ -92,16 +92,39 @@ def test_slots_are_kept_full_and_never_more() -> None:
     play(story, rollout=small(batch_groups=2), schedule=ScheduleSettings(alpha=2))
 
 
-def test_a_given_up_group_counts_as_failed_and_its_task_does_not_come_again() -> None:
+@pytest.mark.parametrize(("attempts", "tasks"), [(1, ["game/0", "game/1", "game/2"]), (2, ["game/0", "game/1"] * 2)])
+def test_a_failed_group_s_task_comes_again_until_its_attempts_are_used_up(attempts: int, tasks: list[str]) -> None:
     pool = FakePool(trouble=lambda stage, number: "fail" if stage == "step" and number == 1 else "")
-    rig = play(wait(30.0), pool=pool)
+    rig = play(wait(30.0), pool=pool, rollout=small(task_attempts=attempts))
     end = ended(rig)[0]
     assert not end.kept
-    assert end.reason == "1 members failed, the last: EnvironmentFailed: environment 1 broke in step"
+    told = "1 members failed, the last: EnvironmentFailed: environment 1 broke in step"
+    assert end.reason == (f"quarantined after 1 failed groups: {told}" if attempts == 1 else told)
     assert Settled((trajectory(0, 0).id,), Fate.FAILED, end.reason) in rig.log.of(Settled)
-    assert [e.task.id for e in rig.log.of(GroupOpened)] == ["game/0", "game/1", "game/2"]
+    assert [e.task.id for e in rig.log.of(GroupOpened)] == tasks[:3]
     assert ended(rig)[1].kept
     assert ended(rig)[2].kept
+
+
+def test_a_task_that_keeps_failing_is_quarantined_by_name_and_the_others_go_on() -> None:
+    async def story(rig: Rig) -> None:
+        for _ in range(6):
+            await asyncio.sleep(20.0)
+            await train(rig)
+
+    class Refusing(FakePool):
+        async def open(self, task: Task) -> Any:
+            if task.id == "game/1":
+                raise EnvironmentFailed("game/1 cannot be opened")
+            return await super().open(task)
+
+    rig = play(story, pool=Refusing(), rollout=small(task_attempts=3), schedule=ScheduleSettings(alpha=20))
+    tried = [e for e in rig.log.of(GroupOpened) if e.task.id == "game/1"]
+    assert len(tried) == 3
+    reasons = [ended(rig)[e.group].reason for e in tried]
+    assert [reason.startswith("quarantined after 3 failed groups: ") for reason in reasons] == [False, False, True]
+    assert all(end.kept or end.group in [e.group for e in tried] for end in ended(rig).values() if end.reason !=
+               "the run has ended")
 
 
 def test_a_group_dropped_for_staleness_gives_its_task_back_before_new_ones() -> None:

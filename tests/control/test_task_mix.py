@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import islice
 
 import pytest
 from fakes import mix, task
@@ -153,3 +154,13 @@ def test_a_curriculum_goes_on_where_it_stood_after_a_restore() -> None:
     fewer = make(2)  # levels were taken away: it stands at the last one
     fewer.restore(json.loads(json.dumps({**m.state(), "returned": []})))
     assert int(fewer.next().id.split("/")[1]) % 2 == 1
+
+
+def test_peek_names_the_tasks_that_come_next_and_changes_nothing() -> None:
+    m = mix(4, math=1.0, game=2.0)
+    back = [m.next() for _ in range(3)][1]
+    m.put_back(back)
+    before, ahead = dict(m.state()), list(islice(m.peek(), 20))
+    assert m.state() == before
+    assert ahead == [m.next() for _ in range(20)]
+    assert ahead[0] == back

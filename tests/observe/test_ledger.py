@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from rollart.core import events as ev
 from rollart.core.errors import ConfigError, InvariantViolated, RunError
-from rollart.core.types import Fate, Group, Restored, TrajectoryId
+from rollart.core.types import Fate, Group, Outcome, Restored, TrajectoryId
 from rollart.observe.journal import Journal
 from rollart.observe.ledger import Ledger
+from rollart.observe.ledger_view import LedgerView
 
 
 def killed(ledger: Ledger, to: Path) -> None:
@@ -102,6 +103,7 @@ import sys
 from histories import World
 from rollart.observe.journal import Journal
 from rollart.observe.ledger import Ledger
+from rollart.observe.ledger_view import LedgerView
 ledger, version = Ledger(sys.argv[1]), int(sys.argv[2])
 world = World(version, Journal([ledger], clock=lambda: 0.0).emit, version)
 world.restore(ledger.recover(version))
@@ -237,6 +239,30 @@ def test_counts_of_a_reopened_ledger_are_those_before(tmp_path):
     ledger.close()
     again = Ledger(tmp_path / "run.db").accounts
     assert (again.counts(), again.by_domain(), again.token_totals(), again.reasons) == before
+
+
+def test_latencies_and_failures_by_domain_survive_a_reopening(tmp_path):
+    ledger, ids = Ledger(tmp_path / "run.db"), [TrajectoryId(0, member) for member in range(100)]
+    emit = emit_to(ledger)
+    emit(ev.GroupOpened(0, make_task(2), 0, {}))
+    for n, id in enumerate(ids):
+        emit(ev.TrajectoryStarted(id, "guess"))
+        emit(ev.EnvironmentOpened(id, 9.0 if n >= 97 else 0.5, 3 if n == 0 else 1))
+        emit(ev.EnvironmentClosed(id, (0.01, 0.01)))
+    emit(ev.EnvironmentOpened(TrajectoryId(0, 1, "e"), 77.0, 1))  # of an evaluation
+    emit(ev.TrajectoryEnded(make_trajectory(ids[0], make_task(2), outcome=Outcome.FAILED,
+                                            error="EnvironmentFailed: x"), Fate.FAILED))
+    emit(ev.GroupEnded(0, False, "quarantined after 2 failed groups: x", {}))
+    emit(ev.RunEnded(0, "interrupted"))
+    ledger.close()
+    Ledger(tmp_path / "run.db").close()
+    with LedgerView(tmp_path / "run.db") as view:
+        guess = view.environments()["guess"]
+    assert (guess["opened"], guess["retries"], guess["calls"], guess["failed"]) == (100, 2, 200, 1)
+    assert guess["quarantined"] == ["guess:2"]
+    assert guess["open_p50_seconds"] == pytest.approx(0.5, rel=0.03)
+    assert guess["open_p99_seconds"] == pytest.approx(9.0, rel=0.03)
+    assert guess["step_p99_seconds"] == pytest.approx(0.01, rel=0.03)
 
 
 def test_evaluations_keep_the_same_tasks_of_the_first_and_the_last(ledger, tmp_path):

@@ -122,3 +122,19 @@ def test_chart_arithmetic():
     frame = Frame(340, 190, 0, 10, 1.0)
     assert (frame.x(0), frame.x(10), frame.y(0), frame.y(1.0)) == (38, 326, 164, 12)
     assert 'width:25.00%' in split_bar([("a", 1.0, "c0")], 4.0)
+
+
+def test_environments_are_shown_with_their_latencies_and_quarantined_tasks(tmp_path):
+    write_run(tmp_path)
+    ledger, id = Ledger(RunFolder(tmp_path).database), TrajectoryId(900_000, 0)
+    for event in (ev.GroupOpened(id.group, make_task(2), 0, {}), ev.TrajectoryStarted(id, "guess"),
+                  ev.EnvironmentOpened(id, 2.0, 3), ev.EnvironmentClosed(id, (0.5, 0.5)),
+                  ev.GroupEnded(id.group, False, "quarantined after 2 failed groups: <b>", {}),
+                  ev.RunEnded(0, "interrupted")):
+        ledger.on(0.0, event)
+    ledger.close()
+    page = checked(tmp_path)
+    row = re.search(r"<tr><td>guess</td><td>1</td><td>2</td>(.*?)</tr>", page)[1]
+    seen = re.findall(r"<td>(.*?)</td>", row)
+    assert [float(value) for value in seen[:5]] == pytest.approx([2.0, 2.0, 2, 0.5, 0.5], rel=0.03)
+    assert seen[-1] == make_task(2).id

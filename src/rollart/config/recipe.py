@@ -213,7 +213,8 @@ def _domain(name: str, table: Any) -> DomainEntry:
     if not isinstance(curriculum, Mapping) or not all(isinstance(values, list) for values in curriculum.values()):
         raise ConfigError(f"domains.{name}.curriculum must have lists of settings, such as {{ difficulty = [0, 1] }}; "
                           f"got {curriculum!r}")
-    resolved = dataclasses.asdict(make_domain(name, settings).settings)
+    kind = {"class": settings["class"]} if "class" in settings else {}
+    resolved = {**kind, **dataclasses.asdict(make_domain(name, settings).settings)}
     entry = DomainEntry(weight=float(weight), settings=resolved, curriculum=curriculum,
                         latency=None if latency is None else build(Latency, latency, f"domains.{name}.latency"))
     entry.levels(name)  # a mistake in a level is said now

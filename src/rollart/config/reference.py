@@ -12,7 +12,7 @@ from typing import Any
 from rollart.config import simulation
 from rollart.config.recipe import SECTIONS, PoolSettings
 from rollart.core.errors import ConfigError
-from rollart.envs.domain import DOMAINS, domain_class
+from rollart.envs.domain import ADAPTERS, DOMAINS, domain_class
 from rollart.envs.latency import Latency
 from rollart.sim.costs import Shape, StepCost, TrainCost
 from rollart.sim.workload import Load, Spread
@@ -51,8 +51,10 @@ def reference() -> str:
     parts.append("## [domains.NAME]\n\n`weight` (default 1.0) is the domain's share of the mix. The other keys are the "
                  "domain's own; a domain of your own is named `[domains.\"module:Class\"]`. `curriculum` has lists of "
                  "settings, one value a level, as `{ difficulty = [0, 1] }`: training begins with the first level and "
-                 "moves on with the domain's success; what is evaluated has the settings beside it.\n")
-    for name in DOMAINS:
+                 "moves on with the domain's success; what is evaluated has the settings beside it. "
+                 "`class = \"gem\"` (or another domain below, or module:Class) leaves NAME free; "
+                 "docs/environments.md explains adapters.\n")
+    for name in (*DOMAINS, *ADAPTERS):
         try:
             parts.append(_section(f"[domains.{name}]", domain_class(name).Settings, level="###"))
         except ConfigError as missing:

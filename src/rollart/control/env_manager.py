@@ -70,6 +70,7 @@ class EnvManager:
         self.oldest: Version | None = None
         """Version of the oldest sampled token; None before the first."""
         self.seconds: dict[str, float] = {}
+        self._calls: list[float] = []
         self._prompt: Tokens = ids()
         self._start = Observation()
         self._note = ""
@@ -154,6 +155,7 @@ class EnvManager:
                 await wave.arrive(f"{self.id} before the environment")
             observation = await self._within("environment", settings.environment_seconds, EnvironmentFailed,
                                              environment.step(Action(text, completion.finish is Finish.LENGTH)))
+            self._calls.append(round(self._now() - self.since, 6))
             last = observation.done or turn + 1 == self.task.max_turns
             reply = nothing if last else s.renderer.reply(completion, observation.messages)
             context = join(context, completion.tokens, reply)
@@ -176,7 +178,7 @@ class EnvManager:
                     await environment.close()
             except TimeoutError:
                 pass  # the pool reaps it; nobody waits for it here
-            self._s.journal.emit(EnvironmentClosed(self.id))
+            self._s.journal.emit(EnvironmentClosed(self.id, tuple(self._calls)))
 
         self.stage, self.since = "close", self._now()
         closing = asyncio.create_task(close(), name=f"close {self.id}")

@@ -1,7 +1,7 @@
 """Rollout scheduler: keeps the buffer's slots full of groups, and ends those that nobody will train.
 
-Keeps true: every admitted group ends exactly once: in the buffer, given up (its task comes again, or is counted as
-failed), or cancelled; its slot is then free. A raising group ends the run at once.
+Keeps true: every admitted group ends exactly once: in the buffer, given up (its task comes again, unless so many of its
+groups have failed that it is quarantined), or cancelled; its slot is then free. A raising group ends the run at once.
 Waits for: a free slot, for as long as the others' deadlines (step, publish, load) let it.
 """
 
@@ -58,6 +58,7 @@ class RolloutScheduler:
         self._restored: deque[Unfinished] = deque()
         self._next = 0
         self._failed_in_a_row = 0
+        self._failures: dict[str, int] = {}  # failed groups of tasks that are not quarantined yet
         self._last_failure = ""
         self._dispatched = 0
         self._left = 0  # finished members of groups that an interrupted run leaves for its resume
@@ -174,6 +175,7 @@ class RolloutScheduler:
         if self._buffer.put(finished):
             group.kept = True
             self._failed_in_a_row = 0
+            self._failures.pop(group.task.id, None)
             self._s.journal.emit(GroupReady(finished))
             self._changed.notify()
         else:
@@ -193,15 +195,23 @@ class RolloutScheduler:
             self._left += 0 if group.kept else len(group.good)
             return
         if not group.kept:
-            group.give_up()
-            if group.end_fate is Fate.FAILED:
-                self._failed_in_a_row += 1
-                self._last_failure = group.end_reason
-            else:
+            if group.end_fate is not Fate.FAILED or self._fails_again(group):
                 self._tasks.put_back(group.task)
+            group.give_up()
         self._s.journal.emit(GroupEnded(group.id, group.kept, "" if group.kept else group.end_reason,
                                         self._tasks.state()))
         self._changed.notify()
+
+    def _fails_again(self, group: GroupRun) -> bool:
+        """Count the failure; True if the task may come again, else its group's reason says that it is quarantined."""
+        self._failed_in_a_row += 1
+        self._last_failure = group.end_reason
+        failed = self._failures[group.task.id] = self._failures.get(group.task.id, 0) + 1
+        if failed < self._settings.task_attempts:
+            return True
+        del self._failures[group.task.id]
+        group.end_reason = f"quarantined after {failed} failed groups: {group.end_reason}"
+        return False
 
     def _check_failures(self) -> None:
         if self._failed_in_a_row >= self._settings.max_failed_groups:

@@ -99,7 +99,8 @@ class RolloutSettings:
     batch_groups: groups per optimizer step. group_size: trajectories per group. spares: members started beyond
     group_size, cancelled when the group is full. spare_groups: groups in flight beyond the bound's slots.
     max_replacements: failed members replaced per group. min_members: a group whose replacements are used up still
-    counts with this many members (0: group_size). max_failed_groups: so many given-up groups in a row end the run.
+    counts with this many members (0: group_size). task_attempts: a task whose group failed comes again until so many of
+    its groups have; then it is quarantined. max_failed_groups: so many given-up groups in a row end the run.
     context_tokens: a trajectory that would grow beyond it ends as truncated (0: no limit here).
     stall_seconds: the longest that a loop of the control plane waits for another before the run ends with an error.
     """
@@ -110,6 +111,7 @@ class RolloutSettings:
     spare_groups: int = 0
     max_replacements: int = 8
     min_members: int = 0
+    task_attempts: int = 2
     max_failed_groups: int = 8
     context_tokens: int = 0
     open_seconds: float = 300.0
@@ -123,7 +125,7 @@ class RolloutSettings:
     stall_seconds: float = 3600.0
 
     def __post_init__(self) -> None:
-        for name in ("batch_groups", "group_size", "open_attempts", "max_failed_groups"):
+        for name in ("batch_groups", "group_size", "open_attempts", "task_attempts", "max_failed_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} must be at least 1; got {getattr(self, name)}")
         for name in ("spares", "spare_groups", "max_replacements", "context_tokens", "open_backoff_seconds"):

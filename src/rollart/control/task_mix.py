@@ -6,7 +6,7 @@ that was put back comes before new ones; `state` and `restore` lose and repeat n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,13 @@ class TaskMix:
             if name in self._shares:
                 stage = self._stage[name] + PACE * ((success >= RISE) - (success < FALL))
                 self._stage[name] = min(max(stage, 0.0), self._shares[name].levels - 1)
+
+    def peek(self) -> Iterator[Task]:
+        """The tasks that `next` will give, as long as none is put back meanwhile; endless."""
+        ahead = TaskMix(self._shares, self._seed)
+        ahead.restore(self.state())
+        while True:
+            yield ahead.next()
 
     def put_back(self, task: Task) -> None:
         """The task was not trained: it comes again. Its id ends in `/number`; works across a resume too."""

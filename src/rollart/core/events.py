@@ -85,7 +85,10 @@ class EnvironmentOpened(Event):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentClosed(Event):
+    """`calls`: seconds of each answer to an action."""
+
     id: TrajectoryId
+    calls: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

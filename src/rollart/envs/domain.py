@@ -35,6 +35,18 @@ DOMAINS: dict[str, str] = {
 }
 """The domains that ship here, by name: `module:Class`. A recipe may name a domain of its own in the same form."""
 
+ADAPTERS: dict[str, str] = {
+    "gem": "rollart.envs.adapters.games:Gem",
+    "gymnasium": "rollart.envs.adapters.games:Gymnasium",
+    "http": "rollart.envs.adapters.remote:Http",
+    "mcp": "rollart.envs.adapters.agents:Mcp",
+    "openenv": "rollart.envs.adapters.remote:OpenEnv",
+    "reasoning_gym": "rollart.envs.adapters.games:ReasoningGym",
+    "textarena": "rollart.envs.adapters.games:TextArena",
+    "verifiers": "rollart.envs.adapters.agents:Verifiers",
+}
+"""Other libraries' environments: `class = "gem"` in a domain's table, which is then named freely, and its `id`."""
+
 _ATTEMPTS = 1000  # problems drawn for one task before its split is said to be empty
 
 
@@ -130,18 +142,19 @@ class Domain(ABC):
 
 
 def make_domain(name: str, settings: Mapping[str, Any] | None = None) -> Domain:
-    """The domain of that name or `module:Class`, with settings over its defaults.
+    """The domain of that name or `module:Class` (or of `class` in its settings), with settings over its defaults.
 
     Raises ConfigError for an unknown name or key (naming the nearest), a value of a wrong type or out of range, and
     a library that is not installed.
     """
-    kind = domain_class(name)
-    fields = {field.name: field for field in dataclasses.fields(kind.Settings)}
     values = dict(settings or {})
+    kind = domain_class(str(values.pop("class", name)))
+    fields = {field.name: field for field in dataclasses.fields(kind.Settings)}
     for key, value in values.items():
         if key not in fields:
             raise ConfigError(f"domain {name} has no setting {key!r}{nearest(key, fields)}")
-        expected = type(fields[key].default)
+        made = fields[key].default_factory
+        expected = type(fields[key].default if made is dataclasses.MISSING else made())
         if type(value) is not expected and not (expected is float and type(value) is int):
             raise ConfigError(f"domain {name}: {key} must be {expected.__name__}; got {value!r}")
     try:
@@ -154,10 +167,10 @@ def make_domain(name: str, settings: Mapping[str, Any] | None = None) -> Domain:
 
 def domain_class(name: str) -> type[Domain]:
     """The class behind a domain's name, imported now. Raises ConfigError."""
-    target = DOMAINS.get(name, name)
+    target = DOMAINS.get(name) or ADAPTERS.get(name, name)
     module, _, attribute = target.partition(":")
     if not attribute:
-        raise ConfigError(f"no domain {name!r}{nearest(name, DOMAINS)}; your own is named module:Class")
+        raise ConfigError(f"no domain {name!r}{nearest(name, [*DOMAINS, *ADAPTERS])}; your own is named module:Class")
     try:
         kind = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:

@@ -2,7 +2,7 @@
 
 Keeps true: I2 at any instant and after kill -9; what is on disk is always the run as it was after some event, never
 half of one. A group's row and the task source's state change in one transaction, so that no task is lost. A finished
-trajectory's tokens stay until a checkpoint holds the step that used them.
+trajectory's tokens stay until a checkpoint holds the step that used them. (Latencies are those until the last step.)
 
 Waits for the disk only: writes gather in a transaction that is committed every COMMIT_SECONDS and at each barrier (a
 batch was trained, a step ended, a checkpoint was written, the run starts or ends). The write-ahead log goes into the
@@ -25,6 +25,8 @@ from typing import Any
 from rollart.core.errors import ConfigError, InvariantViolated, RunError
 from rollart.core.events import (
     CheckpointSaved,
+    EnvironmentClosed,
+    EnvironmentOpened,
     EvalEnded,
     EvalStarted,
     EvalTrajectory,
@@ -40,6 +42,7 @@ from rollart.core.events import (
     TrajectoryStarted,
 )
 from rollart.core.types import Fate, Restored, Task, TrajectoryId, Unfinished, Version
+from rollart.observe import latency
 from rollart.observe.accounts import Accounts, Flight
 from rollart.observe.payload import decode, encode, task_dict
 
@@ -105,6 +108,7 @@ class Ledger:
                 "SELECT grp, member, domain, outcome IS NOT NULL, coalesce(sampled, 0) FROM trajectories "
                 "WHERE fate = 'in_flight' ORDER BY 1, 2"):
             accounts.in_flight[TrajectoryId(group, member)] = Flight(domain, bool(ended), sampled)
+        self._latencies: latency.Latencies = self._meta("latencies") or {}
         self._droppable: list[tuple[int, int]] = []
         self._first_kept = self._db.execute("SELECT count(*) FROM payloads WHERE keep = 1").fetchone()[0]
         self._evicted = True  # there may be some: look at the next task source state
@@ -117,6 +121,8 @@ class Ledger:
 
     def on(self, at: float, event: Event) -> None:
         self.accounts.on(at, event)
+        if isinstance(event, EnvironmentOpened | EnvironmentClosed):
+            self._environment(event)
         if type(event) in _RECORDED:
             with self._errors():
                 barrier = self._write(event)
@@ -163,11 +169,24 @@ class Ledger:
                 self._do("DELETE FROM meta WHERE key = 'ended'")
                 return True
             case RunEnded(version=version, reason=reason):
+                self._set_meta("latencies", self._latencies)
                 self._set_meta("ended", {"reason": reason, "version": version, "at": self._clock()})
                 return True
             case StepEnded():
+                self._set_meta("latencies", self._latencies)
                 return True
         return False
+
+    def _environment(self, event: EnvironmentOpened | EnvironmentClosed) -> None:
+        flight = self.accounts.in_flight.get(event.id)
+        if flight is None:  # of an evaluation
+            return
+        if isinstance(event, EnvironmentOpened):
+            latency.add(self._latencies, flight.domain, "open", event.seconds)
+            latency.add(self._latencies, flight.domain, "retries", 1.0, event.attempts - 1)
+        else:
+            for seconds in event.calls:
+                latency.add(self._latencies, flight.domain, "step", seconds)
 
     def _source(self, state: Mapping[str, Any]) -> None:
         """The newest task source state: it has the tasks of the groups that were evicted before."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from rollart.core.types import Fate, Trajectory
 from rollart.observe.accounts import counted
+from rollart.observe.latency import figures
 from rollart.observe.payload import decode
 
 
@@ -72,6 +73,18 @@ class LedgerView:
                 "WHERE outcome IN ('finished', 'truncated') GROUP BY 1, 2 ORDER BY 1"):
             out.setdefault(domain, {})[stage] = seconds
         return out
+
+    def environments(self) -> dict[str, dict[str, Any]]:
+        """By domain: `latency.figures` of training, trajectories that an environment `failed`, `quarantined` tasks."""
+        failed = dict(self._rows("SELECT domain, count(*) FROM trajectories WHERE outcome = 'failed' "
+                                 "AND reason LIKE 'EnvironmentFailed%' GROUP BY 1"))
+        bad: dict[str, list[str]] = {}
+        for domain, task in self._rows("SELECT domain, task ->> 'id' FROM groups WHERE reason LIKE 'quarantined%' "
+                                       "ORDER BY id DESC LIMIT 100"):
+            bad.setdefault(domain, []).append(task)
+        seen = self.meta("latencies") or {}
+        return {domain: {**figures(seen.get(domain, {})), "failed": failed.get(domain, 0),
+                         "quarantined": bad.get(domain, [])} for domain in sorted({*seen, *failed, *bad})}
 
     def evaluations(self) -> list[dict[str, Any]]:
         """All results, oldest first: {version, number, domain, tasks, success, reward, failed}."""

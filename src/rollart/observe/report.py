@@ -70,7 +70,8 @@ def write_report(run_path: str | Path) -> Path:
     folder = RunFolder(run_path)
     with LedgerView(folder.database) as ledger:
         view = RunView(folder, run_state(run_path), summarise(run_path), read_metrics(folder.metrics), ledger)
-        parts = (_header, _headline, _learning, _staleness, _time, _rewards, _weights, _ledger, _samples, _config)
+        parts = (_header, _headline, _learning, _staleness, _time, _environments, _rewards, _weights, _ledger, _samples,
+                 _config)
         body = "".join(part(view) for part in parts)
     style = resources.files(__package__).joinpath("report.css").read_text()
     page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
@@ -167,6 +168,22 @@ def _time(view: RunView) -> str:
     return _section("Where the time went", lead, _cards([
         f'<div class="card"><h3>A trajectory</h3><div class="rows">{rows}</div>{_legend(names, 0)}</div>',
         f'<div class="card"><h3>The trainer</h3>{trainer}</div>']))
+
+
+def _environments(view: RunView) -> str:
+    """How long they take, and what fails."""
+    found = view.ledger.environments()
+    if not found:
+        return ""
+    names = {"opened": "opened", "retries": "openings tried again", "open_p50_seconds": "open, median s",
+             "open_p99_seconds": "open, 99 % s", "calls": "actions answered", "step_p50_seconds": "step, median s",
+             "step_p99_seconds": "step, 99 % s", "failed": "trajectories failed"}
+    head = "".join(f"<th>{name}</th>" for name in ("domain", *names.values(), "quarantined tasks"))
+    rows = "".join(f"<tr><td>{escape(domain)}</td>{''.join(f'<td>{f[key]:,}</td>' for key in names)}"
+                   f"<td>{escape(', '.join(f['quarantined'][:5]) or '0')}</td></tr>" for domain, f in found.items())
+    return _section("Environments", "Opening and answering in training, and failures by domain. A task is quarantined "
+                    "when as many of its groups have failed as rollout.task_attempts.",
+                    f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>')
 
 
 def _rewards(view: RunView) -> str:

@@ -20,8 +20,9 @@ def summarise(run_path: str | Path) -> dict[str, Any]:
     """The figures of a run folder."""
     folder = RunFolder(run_path)
     with LedgerView(folder.database) as ledger:
-        return figures(read_metrics(folder.metrics), ledger.by_domain(), ledger.counts(), ledger.tokens(),
-                       ledger.evaluations())
+        run = figures(read_metrics(folder.metrics), ledger.by_domain(), ledger.counts(), ledger.tokens(),
+                      ledger.evaluations())
+        return {**run, "environments": ledger.environments()}
 
 
 def figures(lines: Sequence[Mapping[str, Any]], by_domain: Mapping[str, Mapping[str, int]], counts: Mapping[str, int],

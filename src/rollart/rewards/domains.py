@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from rollart.core.errors import ConfigError
 from rollart.core.types import Score
-from rollart.rewards.contract import RewardFunction, RewardRequest
+from rollart.rewards.contract import RewardFunction, RewardRequest, Unscorable
 
 FORMAT_WEIGHT = 0.1
 
@@ -62,8 +62,16 @@ def webshop(request: RewardRequest) -> Score:
     return Score(parts["reward"], bool(_fact(request, "success")), parts)
 
 
+def own(request: RewardRequest) -> Score:
+    """What the environment itself paid: the sum of its rewards, and whether it calls that solved."""
+    paid, success = _fact(request, "return"), bool(_fact(request, "success"))
+    if not isinstance(paid, int | float):
+        raise Unscorable("the environment told no reward")
+    return Score(float(paid), success, {"success": float(success)})
+
+
 REWARDS: dict[str, RewardFunction] = {"maths": calculator, **{function.__name__: function for function in (
-    calculator, frozen_lake, guess, search_qa, service_desk, swe, webshop)}}
+    calculator, frozen_lake, guess, own, search_qa, service_desk, swe, webshop)}}
 
 
 def reward_function(name: str) -> RewardFunction:

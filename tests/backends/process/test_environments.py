@@ -276,6 +276,85 @@ def test_the_domains_play_the_same_in_a_process_as_here():
     run(story, domains={name: {} for name in names})
 
 
+def slow(*ids, seconds=0.4):
+    return [trouble_task(id, open_seconds=seconds) for id in ids]
+
+
+async def opened(pool, task):
+    begin = time.monotonic()
+    return await pool.open(task), time.monotonic() - begin
+
+
+def test_what_comes_next_is_opened_while_the_present_runs_and_used_once_by_its_own_task():
+    async def story(pool):
+        left = slow("a", "b", "b", "c")
+        pool.upcoming = lambda: iter(left)
+        _, waited = await opened(pool, left.pop(0))
+        assert waited > 0.4
+        await asyncio.sleep(1.5)
+        pids = set()
+        for _ in range(2):
+            environment, waited = await opened(pool, left.pop(0))
+            assert waited < 0.2
+            pids.add(await pid_of(environment))
+        assert len(pids) == 2
+        _, waited = await opened(pool, trouble_task("b", open_seconds=0.4))  # one more than was foreseen
+        assert waited > 0.4
+        for _ in range(2):
+            await environment.step(Action("turn"))
+        await environment.close()
+        stats = pool.stats()
+        assert (stats.ahead, stats.failed) == (2, 0)
+        assert stats.live <= 4 + 2
+
+    run(story, max_processes=4, preopen=2)
+
+
+def test_what_was_foreseen_wrongly_or_failed_ahead_costs_no_more_than_opening_anew(tmp_path):
+    flag = tmp_path / "fails"
+    flag.touch()
+
+    async def story(pool):
+        pool.upcoming = lambda: iter([trouble_task("x")])
+        pool._open_ahead()
+        while flag.exists():  # it is tried, and fails
+            await asyncio.sleep(0.01)
+        environment = await pool.open(trouble_task("x"))
+        assert pool.stats().ahead == 0
+        await environment.close()
+        pool._open_ahead()
+        await asyncio.sleep(0.3)
+        ahead = (await pool._ahead["x"][0][0])._first
+        os.kill(int(text(ahead)), signal.SIGKILL)
+        await until_dead(int(text(ahead)))
+        await asyncio.sleep(0.2)
+        environment = await pool.open(trouble_task("x"))
+        assert text(await environment.first()) != text(ahead)
+
+    run(story, domains={TROUBLE: {"open_fails": str(flag)}}, preopen=1)
+
+
+def test_a_cancelled_or_forgotten_opening_ahead_leaves_no_process(monkeypatch):
+    monkeypatch.setattr("rollart.backends.process.environments._AHEAD_SECONDS", 0.2)
+
+    async def story(pool):
+        pool.upcoming = lambda: iter(slow("x", "y", seconds=60))
+        pool._open_ahead()
+        asking = asyncio.create_task(pool.open(slow("x")[0]))
+        await asyncio.sleep(0.3)
+        asking.cancel()
+        await asyncio.wait([asking])
+        pool.upcoming = lambda: iter(())
+        await asyncio.sleep(0.3)
+        pool._open_ahead()
+        async with asyncio.timeout(5):
+            while pool.stats().live:
+                await asyncio.sleep(0.01)
+        assert not pool._ahead
+
+    run(story, preopen=2)
+
+
 def test_an_unknown_domain_is_refused():
     async def story(pool):
         with pytest.raises(EnvironmentFailed, match=r"no domain .troublesome:Trouble."):

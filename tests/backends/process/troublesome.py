@@ -29,6 +29,7 @@ class Trouble(Domain):
             raise OSError("not yet")
         if task.payload.get("open") == "hang":
             time.sleep(600)
+        time.sleep(task.payload.get("open_seconds", 0))
         return _Episode()
 
     def player(self, task, seed, error_rate):
