@@ -37,7 +37,8 @@ from rollart.core.events import BatchTaken, Event, StepEnded, TrajectoryEnded, W
 from rollart.core.tokens import ids
 from rollart.core.types import GenerateRequest, StepReport, TrainBatch, Trajectory, TrajectoryId
 from rollart.observe.run_folder import RunFolder
-from rollart.policy import first_policy
+from rollart.parts import make_trainer
+from rollart.policy import Policy, first_policy
 from rollart.sim.costs import StepCost, TrainCost
 from rollart.sim.parts import RewardCost
 from rollart.sim.workload import Load, Record, Spread
@@ -92,13 +93,13 @@ async def real(recipe: Recipe) -> Watch:
     try:
         with RunFolder(path).create(recipe.to_json()) as folder:
             async with open_run(recipe, folder, resume=False, subscribers=lambda _: [watch]) as run:
-                step = run.trainer.step
+                step = run.parts.trainer.step
 
                 async def keep(batch: TrainBatch) -> StepReport:
                     watch.batch = batch
                     return await step(batch)
 
-                run.trainer.step = keep
+                run.parts.trainer.step = keep
                 await run.train()
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -164,7 +165,7 @@ class Costs:
 
 async def measure_beside(recipe: Recipe, batch: TrainBatch) -> tuple[StepCost, float]:
     """The engine's cost while the learner trains without a pause, and the learner's seconds per token meanwhile."""
-    trainer, _ = _trainer(recipe, first_policy(recipe), None)
+    trainer = make_trainer(recipe, first_policy(recipe), None, MemoryWeights())
     reports: list[StepReport] = []
 
     async def train() -> None:

@@ -76,7 +76,7 @@ class RemoteEnvironments:
 
     def stats(self) -> SimpleNamespace:
         """Sums over the nodes, as their last answers had them; what was opened and failed as seen from here."""
-        total = Counter({"live": 0, "idle": 0, "killed": 0})
+        total = Counter({"live": 0, "idle": 0, "killed": 0, "ahead": 0})
         for host in self._hosts.values():
             total.update({name: host.stats.get(name, 0) for name in total})
         return SimpleNamespace(**total, opened=self._opened, failed=self._failed, nodes=len(self._live()),
