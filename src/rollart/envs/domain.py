@@ -118,9 +118,9 @@ class Domain(ABC):
     def player(self, task: Task, seed: int, error_rate: float) -> Player:
         """A player that knows the solution and errs on purpose in that share of its actions."""
 
-    @abstractmethod
     def random_player(self, task: Task, seed: int) -> Player:
-        """A player that keeps to the format and knows nothing else."""
+        """A player that keeps to the format and knows nothing else: unless it is replaced, one that always errs."""
+        return self.player(task, seed, 1.0)
 
     def task(self, index: int, split: Split) -> Task:
         """Task number `index` of a split. Raises ConfigError when the settings leave the split without a problem."""

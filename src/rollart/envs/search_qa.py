@@ -78,58 +78,51 @@ class SearchQA(Domain):
     def player(self, task: Task, seed: int, error_rate: float) -> Player:
         return _Reader(task, stream(seed, "player", task.id), error_rate)
 
-    def random_player(self, task: Task, seed: int) -> Player:
-        return self.player(task, seed, 1.0)
-
 
 class Library:
     """Passages by title, what can be asked (problems), and the search, in which a title counts twice."""
 
-    def __init__(self) -> None:
-        self.passages: dict[str, str] = {}
-        self.problems: list[dict[str, Any]] = []
-
-    def ask(self, question: str, answer: str, *titles: str) -> None:
-        self.problems.append({"question": question, "answer": answer, "titles": list(dict.fromkeys(titles))})
-
-    @functools.cached_property
-    def index(self) -> Index:
-        return Index([f"{title} {title} {text}" for title, text in self.passages.items()])
+    def __init__(self, passages: dict[str, str], problems: list[dict[str, Any]]) -> None:
+        self.problems, self._passages = problems, list(passages.items())
+        self._index = Index([f"{title} {title} {text}" for title, text in self._passages])
 
     def search(self, words: str, count: int) -> str:
-        passages = list(self.passages.items())
-        return "\n".join(": ".join(passages[i]) for i in self.index.search(words, count))
+        return "\n".join(": ".join(self._passages[i]) for i in self._index.search(words, count))
 
 
 @functools.lru_cache(maxsize=4)
 def library(questions: str, difficulty: int) -> Library:
-    """The library of that file, or a made-up one, with its index. Raises ConfigError."""
-    made = _hotpot(questions) if questions else _made_up(difficulty)
-    if not made.problems or not made.index:
+    """The library of that file, or a made-up one. Raises ConfigError."""
+    passages, problems = _hotpot(questions) if questions else _made_up(difficulty)
+    if not problems:
         raise ConfigError(f"{questions} has no questions")
-    return made
+    return Library(passages, problems)
 
 
-def _hotpot(path: str) -> Library:
+def _problem(question: str, answer: str, *titles: str) -> dict[str, Any]:
+    return {"question": question, "answer": answer, "titles": list(dict.fromkeys(titles))}
+
+
+def _hotpot(path: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """HotpotQA: `context` is [[title, [sentence, ...]], ...], or the same as two lists `title` and `sentences`."""
-    out = Library()
+    passages, problems = {}, []
     try:
         for entry in json.loads(read_text(path)):
             context, facts = entry["context"], entry["supporting_facts"]
             pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, dict) else context
-            out.passages.update({str(title): "".join(sentences) for title, sentences in pairs})
+            passages.update({str(title): "".join(sentences) for title, sentences in pairs})
             titles = facts["title"] if isinstance(facts, dict) else [fact[0] for fact in facts]
-            out.ask(str(entry["question"]), str(entry["answer"]), *titles)
+            problems.append(_problem(str(entry["question"]), str(entry["answer"]), *titles))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno} is not JSON: {error.msg}") from None
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path}: question {len(out.problems) + 1} is not in HotpotQA's format: {error!r}") from None
-    return out
+        raise ConfigError(f"{path}: question {len(problems) + 1} is not in HotpotQA's format: {error!r}") from None
+    return passages, problems
 
 
-def _made_up(difficulty: int) -> Library:
+def _made_up(difficulty: int) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """40 towns, 40 firms and 120, 240 or 2,000 people by difficulty, with a passage each. Names have 3 letters or 5."""
-    rng, out = stream(0, "library", difficulty), Library()
+    rng, passages, problems = stream(0, "library", difficulty), {}, []
     syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
     made = ("".join(rng.sample(syllables, 2 if difficulty else 1)) + rng.choice("nrlkmp") for _ in range(20_000))
     fresh = iter(dict.fromkeys(made))
@@ -140,14 +133,16 @@ def _made_up(difficulty: int) -> Library:
     known = {name: {of: rng.choice(names[of]) for of, about in _FACTS.items() if about[0] == kind}
              for kind in ("person", "city", "firm") for name in names[kind]}
     for name, facts in known.items():
-        out.passages[name] = " ".join(f"{of} {value}" if difficulty == 0 else _FACTS[of][2].format(name, value)
-                                      for of, value in facts.items())
+        passages[name] = " ".join(f"{of} {value}" if difficulty == 0 else _FACTS[of][2].format(name, value)
+                                  for of, value in facts.items())
         for of, value in facts.items():
             if difficulty < 2:
-                out.ask(_FACTS[of][1].format(name) if difficulty else f"{of} of {name}?", value, name)
+                asked = _FACTS[of][1].format(name) if difficulty else f"{of} of {name}?"
+                problems.append(_problem(asked, value, name))
             for second, answer in known[value].items() if difficulty and value in known else ():
-                out.ask(_FACTS[second][1].format(_FACTS[of][3].format(name)), answer, name, value)
-    return out
+                asked = _FACTS[second][1].format(_FACTS[of][3].format(name))
+                problems.append(_problem(asked, answer, name, value))
+    return passages, problems
 
 
 def normal(text: str) -> str:

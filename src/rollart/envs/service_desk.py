@@ -92,9 +92,6 @@ class ServiceDesk(Domain):
     def player(self, task: Task, seed: int, error_rate: float) -> Player:
         return _Clerk(task, stream(seed, "player", task.id), error_rate)
 
-    def random_player(self, task: Task, seed: int) -> Player:
-        return self.player(task, seed, 1.0)
-
 
 def _place(rng: random.Random) -> str:
     return f"{rng.randint(1, 99)} {rng.choice(['Elm', 'Oak', 'Mill', 'Lake', 'Hill', 'Park'])} St"

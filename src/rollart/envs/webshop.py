@@ -79,9 +79,6 @@ class WebShop(Domain):
     def player(self, task: Task, seed: int, error_rate: float) -> Player:
         return _Buyer(self._shop(task.payload["difficulty"]), task, stream(seed, "player", task.id), error_rate)
 
-    def random_player(self, task: Task, seed: int) -> Player:
-        return self.player(task, seed, 1.0)
-
 
 class _Visit(Episode):
     """`_at`: search, results, item, or the sub page of the item."""
