@@ -103,8 +103,8 @@ def test_an_override_reads_toml_values_and_plain_words():
 
 def test_several_domains_of_one_class_have_names_of_their_own():
     url = {"class": "http", "arguments": {"level": 2}}
-    recipe = from_tables({"domains": {"near": {**url, "id": "http://a"},
-                                      "far": {**url, "id": "http://b", "weight": 2}}})
+    far = {**url, "id": "http://b", "weight": 2}
+    recipe = from_tables({"domains": {"near": {**url, "id": "http://a"}, "far": far}})
     assert from_tables(json.loads(json.dumps(recipe.to_json()))) == recipe
     domains = [recipe.domain(name) for name in recipe.domains]
     assert [domain.task(0, "train").domain for domain in domains] == ["near", "far"]

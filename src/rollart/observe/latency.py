@@ -23,13 +23,10 @@ def add(latencies: Latencies, domain: str, stage: str, seconds: float, count: in
 
 def figures(stages: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
     """Of one domain: opened, retries, calls, and the median and 99th percentile of open and step (seconds)."""
-    out: dict[str, Any] = {"opened": sum(stages.get("open", {}).values()),
-                           "retries": sum(stages.get("retries", {}).values()),
-                           "calls": sum(stages.get("step", {}).values())}
-    for stage in ("open", "step"):
-        for name, share in (("p50", 0.5), ("p99", 0.99)):
-            out[f"{stage}_{name}_seconds"] = _quantile(stages.get(stage, {}), share)
-    return out
+    counts = {name: sum(stages.get(stage, {}).values())
+              for name, stage in (("opened", "open"), ("retries", "retries"), ("calls", "step"))}
+    return {**counts, **{f"{stage}_p{share}_seconds": _quantile(stages.get(stage, {}), share / 100)
+                         for stage in ("open", "step") for share in (50, 99)}}
 
 
 def _quantile(buckets: Mapping[str, int], share: float) -> float:

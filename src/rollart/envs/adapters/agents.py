@@ -14,7 +14,7 @@ import random
 import re
 import shlex
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +73,6 @@ def _load(id: str, arguments: str) -> Any:
     taken = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         return library("verifiers", "verifiers").load_environment(id, **json.loads(arguments))
-    except RuntimeError as error:
-        raise ValueError(error) from None
     finally:
         for number, handler in taken.items():
             signal.signal(number, handler)
@@ -133,11 +131,10 @@ def _texts(messages: Any) -> tuple[Message, ...]:
     """Messages of verifiers as ours; parts of a content are joined."""
     out = []
     for message in messages:
-        get = message.get if isinstance(message, Mapping) else functools.partial(getattr, message)
-        content = get("content", None) or ""
+        content = message.get("content") or ""
         if not isinstance(content, str):
-            content = "\n".join(str(dict(part).get("text", "")) for part in content)
-        out.append(Message(str(get("role", "user")), content))
+            content = "\n".join(str(part.get("text", "")) for part in content)
+        out.append(Message(str(message.get("role", "user")), content))
     return tuple(out)
 
 
@@ -188,7 +185,8 @@ class Mcp(Foreign):
             streams = await stack.enter_async_context(opened)
             server = await stack.enter_async_context(mcp.ClientSession(*streams[:2]))
             await server.initialize()
-            tools = [SimpleNamespace(name=tool.name, description=tool.description, parameters=_schema(tool))
+            tools = [SimpleNamespace(name=tool.name, description=tool.description, parameters=tool.input_schema if
+                                     hasattr(tool, "input_schema") else tool.inputSchema)  # versions 2 and 1
                      for tool in (await server.list_tools()).tools]
             said = Reply((Message("user", f"{task.payload['question']}\n{tool_list(tools)}"),))
             while True:
@@ -199,11 +197,6 @@ class Mcp(Foreign):
                 answers = [await server.call_tool(call.name, dict(call.arguments)) for call in calls]
                 said = Reply(tuple(Message("tool", _said(answer)) for answer in answers) if calls else
                              (Message("user", "? call a tool, or: answer X"),), valid=bool(calls))
-
-
-def _schema(tool: Any) -> Any:
-    """Named differently by the library's versions 1 and 2."""
-    return tool.input_schema if hasattr(tool, "input_schema") else tool.inputSchema
 
 
 def _said(result: Any) -> str:

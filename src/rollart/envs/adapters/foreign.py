@@ -12,7 +12,7 @@ import importlib
 import math
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
@@ -49,16 +49,13 @@ class Reply:
 
 
 class Session:
-    """One episode of the library's environment `env`."""
+    """One episode of the library's environment `env`: `reset() -> Reply`, then `step(text) -> Reply`."""
+
+    reset: Callable[..., Reply]
+    step: Callable[..., Reply]
 
     def __init__(self, env: Any, task: Task) -> None:
         self.env, self.payload = env, task.payload
-
-    def reset(self) -> Reply:
-        raise NotImplementedError
-
-    def step(self, text: str) -> Reply:
-        raise NotImplementedError
 
     def close(self) -> None:
         """Free what it holds."""
@@ -84,7 +81,7 @@ class Foreign(Domain):
         with Apart(id):
             try:
                 self.check()
-            except (ImportError, TypeError, ValueError, AssertionError, OSError, LookupError) as error:
+            except (ImportError, TypeError, ValueError, AssertionError, OSError, LookupError, RuntimeError) as error:
                 reason = " ".join(str(error).split())[:300]
                 raise ConfigError(f"domain {self.name}: {id} cannot be made: {reason}") from None
 

@@ -12,11 +12,12 @@ import random
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from rollart.core.clock import draw
 from rollart.core.errors import ConfigError
-from rollart.core.types import Observation, Task
+from rollart.core.types import Task
 from rollart.envs.adapters.foreign import Apart, Foreign, ForeignSettings, Reply, Session, library
 from rollart.envs.domain import Player
 
@@ -203,16 +204,12 @@ class ReasoningGym(Foreign):
         if answer is None:
             raise ConfigError(f"domain {self.name}: {self.settings.id} has no reference answers: no warm start with it")
         err = random.Random(draw(seed, "player", task.id)).random() < error_rate
-        return self.random_player(task, seed) if err else _Sayer(answer)
+        return self.random_player(task, seed) if err else _says(answer)
 
     def random_player(self, task: Task, seed: int) -> Player:
         """Says the answer to another question."""
-        return _Sayer(self.entry(draw(seed, "random", task.id) % 2**31)["answer"])
+        return _says(self.entry(draw(seed, "random", task.id) % 2**31)["answer"])
 
 
-class _Sayer:
-    def __init__(self, answer: object) -> None:
-        self._answer = answer
-
-    def act(self, observation: Observation) -> str:
-        return f"<answer>{self._answer}</answer>"
+def _says(answer: object) -> Player:
+    return SimpleNamespace(act=lambda observation: f"<answer>{answer}</answer>")

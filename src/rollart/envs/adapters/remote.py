@@ -47,7 +47,7 @@ class _Http(Session):
         except urllib.error.HTTPError as error:
             raise ConnectionError(f"{self.env.id}: {call}: {error.code} {error.read()[:300]!r}") from None
         except ValueError:
-            raise TypeError(f"{self.env.id}: {call} must answer with JSON") from None
+            answer = None
         if not isinstance(answer, Mapping):
             raise TypeError(f"{self.env.id}: {call} must answer with a JSON object; got {answer!r:.80}")
         return answer
