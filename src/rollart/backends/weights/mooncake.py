@@ -49,8 +49,8 @@ def _own_address(address: str) -> str:
 
 
 class _Store:
-    """A client in a thread of its own, so that nothing waits for ever; in another one after an answer that did not come.
-    The client finds a store that is back by itself."""
+    """A client in a thread of its own, so that nothing waits for ever; in another one after an answer that did not
+    come. The client finds a store that is back by itself."""
 
     def __init__(self, settings: WeightsSettings, segment_mb: int) -> None:
         try:
