@@ -1,12 +1,13 @@
-"""How long an engine stands still for new weights, and how fast they travel, by carrier: overlapped against blocking.
+"""How long an engine stands still for new weights, how fast they travel, by carrier: overlapped against blocking.
 
-`python benchmarks/weight_sync.py [--sizes 0.25 1 4] [--carriers file collective mooncake]`. The learner is this process,
-the engine another one that decodes (small matrix products in a loop, on a thread) until it is suspended. Blocking: it
-is suspended before the learner begins to push, and resumed when the weights are copied in. Overlapped: it decodes while
-the learner pushes and while it pulls and checks, and is suspended for the copy alone. `lost` is the decode time that is
-missing over the whole sync: it has also what pushing and pulling took from decoding on shared cores. Tensors have 16 MB,
-of which only 16 lie at different places on either side, so that 4 GB take about 12 GB of memory with mooncake (store,
-the learner's copy, the engine's) and 4 GB with file. Exit status 1 when an overlapped sync exposes more than a third.
+`python benchmarks/weight_sync.py [--sizes 0.25 1 4] [--carriers file collective mooncake]`. The learner is this
+process, the engine another one that decodes (small matrix products in a loop, on a thread) until it is suspended.
+Blocking: it is suspended before the learner begins to push and resumed when the weights are copied in. Overlapped: it
+decodes while the learner pushes and while it pulls and checks, and is suspended for the copy alone. `lost` is the
+decode time that is missing over the whole sync: also what pushing and pulling took from decoding on shared cores.
+Tensors have 16 MB, of which only 16 lie at different places on either side, so that 4 GB take about 12 GB of memory
+with mooncake (store, the learner's copy, the engine's) and 4 GB with file. Exit status 1 when an overlapped sync
+exposes more than a third.
 """
 
 from __future__ import annotations

@@ -221,11 +221,11 @@ def test_a_corrupted_bucket_is_refused(settings, writer, reader):
     else:  # a store that holds other bytes under the key
         other = tensors(1)
         other["layer.12"][0, 0] += 1
-        header = writer._newest[1]
+        image = writer._newest[1]
         broken = open_writer(settings)
         broken._own = "broken"
         wrong = broken.put(1, other)
-        broken._push(f"{wrong.location}x", header, broken._newest[2])
+        broken._push(f"{wrong.location}x", image, broken._newest[2])
         manifest = replace(manifest, location=f"{wrong.location}x")
     assert "has another checksum" in reader.ask(manifest)
     if settings.carrier == "collective":
@@ -291,6 +291,23 @@ def test_a_killed_store_is_one_clear_error_in_time_and_gets_the_newest_weights_a
     assert reader.answer() == digest_of(1)
     assert reader.ask(writer.put(2, tensors(2))) == digest_of(2)
     assert impatient.put(8, tensors(8)).version == 8
+    impatient.close()
+
+
+@only_mooncake
+def test_a_store_that_hangs_is_an_error_within_the_deadline(settings, master):
+    writer = open_writer(replace(settings, deadline_seconds=2.0))
+    writer.put(1, tensors(1))
+    os.killpg(master.process.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(TrainerLost, match=r"version 2 cannot be put .*: no answer within 2 s"):
+            writer.put(2, tensors(2))
+        assert time.monotonic() - began < 15
+    finally:
+        os.killpg(master.process.pid, signal.SIGCONT)
+    assert writer.put(3, tensors(3)).version == 3
+    writer.close()
 
 
 @only_mooncake

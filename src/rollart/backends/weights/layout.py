@@ -1,12 +1,12 @@
 """Names and layouts from learner to engine: pure functions of tensors under their Hugging Face names.
 
-Keeps true: `split(fuse(t)) == t`, `gather([shard(t, r, n) for r in range(n)]) == t`, `tie(untie(t)) == t`. An engine
-with fused matrices over several ranks takes `fuse(shard(t, rank, ranks, heads))`.
+Keeps true: nothing is lost: each has an inverse (in its tests). An engine with fused matrices over several ranks takes
+`fuse(shard(t, rank, ranks, heads))`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,29 +52,9 @@ def fuse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def split(tensors: Mapping[str, Tensor], heads: Heads) -> dict[str, Tensor]:
-    """What `fuse` was given."""
-    out: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        stem, module, kind = _module(name)
-        parts = FUSED.get(module, ())
-        shares = [heads.heads, heads.kv_heads, heads.kv_heads] if module == "qkv_proj" else [1] * len(parts)
-        sizes = [len(tensor) * share // sum(shares) for share in shares]
-        out |= {f"{stem}{part}{kind}": piece for part, piece in zip(parts, tensor.split(sizes), strict=True)} if parts \
-            else {name: tensor}
-    return out
-
-
 def untie(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """With an output head of its own name, for an engine that has one although the model ties it."""
     return {**tensors, _HEAD: tensors[_EMBEDDING]}
-
-
-def tie(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without the output head. Raises ValueError when it is not the embedding."""
-    if _HEAD in tensors and not torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
-        raise ValueError(f"{_HEAD} is not {_EMBEDDING}: the model is not tied")
-    return {name: tensor for name, tensor in tensors.items() if name != _HEAD}
 
 
 def shard(tensors: Mapping[str, Tensor], rank: int, ranks: int, heads: Heads) -> dict[str, Tensor]:
@@ -91,15 +71,4 @@ def shard(tensors: Mapping[str, Tensor], rank: int, ranks: int, heads: Heads) ->
         if dim is not None and tensor.shape[dim] % parts:
             raise ValueError(f"{ranks} ranks must divide dimension {dim} of {name} {list(tensor.shape)}")
         out[name] = tensor if dim is None else tensor.chunk(parts, dim)[rank * parts // ranks]
-    return out
-
-
-def gather(shards: Sequence[Mapping[str, Tensor]], heads: Heads) -> dict[str, Tensor]:
-    """What `shard` was given, from all ranks in order."""
-    out: dict[str, Tensor] = {}
-    for name, first in shards[0].items():
-        _, module, kind = _module(name)
-        step = max(1, len(shards) // heads.kv_heads) if module in KV_ROWS else 1
-        dim = 0 if module in ROWS | KV_ROWS else 1 if module in COLUMNS and kind == ".weight" else None
-        out[name] = first if dim is None else torch.cat([part[name] for part in shards[::step]], dim)
     return out
