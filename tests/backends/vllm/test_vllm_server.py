@@ -99,7 +99,7 @@ def test_a_server_with_the_endpoints_is_an_engine_like_any_other(trainable, fold
 
 
 def test_a_server_without_them_is_refused_for_training_and_evaluates(folders, loop):
-    process, url = serve(folders["llama"][1], "--skip-tokenizer-init")
+    process, url = serve(folders["llama"][1])
     engine = OpenAIEngine("s-0", "s", url, ServerSettings())
 
     async def story():

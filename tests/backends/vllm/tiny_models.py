@@ -6,7 +6,9 @@ KINDS = ("llama", "tied", "experts")
 def make_folder(kind, folder, seed=0):
     """A random model of 100,000 parameters: a llama, the same with a tied lm_head, or a Qwen3 mixture of experts."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
     shape = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -19,6 +21,8 @@ def make_folder(kind, folder, seed=0):
     else:
         model = LlamaForCausalLM(LlamaConfig(**shape))
     model.float().eval().save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(256)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     return folder
 
 

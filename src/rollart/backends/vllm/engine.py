@@ -67,6 +67,7 @@ class VLLMEngine(BaseEngine):
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
+            llm.shutdown = lambda: None  # its __del__ would do it again, also while the interpreter ends
         await asyncio.to_thread(self._hand.close)
 
     async def _start(self) -> None:
