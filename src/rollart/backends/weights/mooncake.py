@@ -28,6 +28,7 @@ from rollart.core.errors import ConfigError, EngineLost, TrainerLost
 from rollart.core.types import Manifest, Version
 
 HEAL_SECONDS = 2.0
+MOST_MB = 64  # of a bucket here: one that takes longer than the store's lease (10 s by default) cannot be read
 _LEASED = -706
 _LOCAL_BUFFER = 64 << 20
 _MEANS = {-200: "the store is full, or has no memory yet", -704: "not in the store: dropped, evicted, or lost with it",
@@ -121,6 +122,7 @@ class MooncakeWriter:
 
     def __init__(self, settings: WeightsSettings) -> None:
         self._settings, self._store = settings, _Store(settings, settings.segment_mb)
+        self._bucket_mb = min(settings.bucket_mb, MOST_MB)
         self._own, self._number = f"rollart-{secrets.token_hex(6)}", itertools.count()
         self._held: dict[Version, Manifest] = {}
         self._dropped: list[str] = []
@@ -129,7 +131,7 @@ class MooncakeWriter:
         threading.Thread(target=self._watch, name="weights", daemon=True).start()
 
     def put(self, version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
-        image = Image(version, tensors, self._settings.bucket_mb)
+        image = Image(version, tensors, self._bucket_mb)
         location = f"{self._own}/{version}-{next(self._number)}"
         with self._lock:
             image.fill(data := torch.empty(image.nbytes, dtype=torch.uint8))
@@ -170,7 +172,7 @@ class MooncakeWriter:
             self._dropped[:len(keys)] = [key for key, answer in zip(keys, answers, strict=True) if answer == _LEASED]
 
     def _keys(self, location: str, nbytes: int) -> list[str]:
-        buckets = -(-nbytes // (self._settings.bucket_mb * 1_000_000))
+        buckets = -(-nbytes // (self._bucket_mb * 1_000_000))
         return [f"{location}/{part}" for part in ("header", *range(buckets))]
 
     def drop(self, manifest: Manifest) -> None:
