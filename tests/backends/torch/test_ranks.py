@@ -115,6 +115,26 @@ def test_l7_two_ranks_are_one(runner, launch, tmp_path, case):
     runner(story())
 
 
+def test_bfloat16_stays_near_float32_and_keeps_float32_weights(runner, launch, tmp_path):
+    half, files = replace(STEADY, precision="bfloat16"), WeightsSettings(carrier="file", folder=str(tmp_path))
+
+    async def story():
+        two, one = RankedTrainer(spec(MIXTURE, half, weights=files), launch), alone(MIXTURE)
+        await two.start()
+        report, expected = await two.step(uneven(0)), await one.step(uneven(0))
+        assert 0 < abs(report.metrics["entropy"] - expected.metrics["entropy"]) < 0.02
+        assert report.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=0.05)
+        moved, before = open_reader(files).get(await two.publish(1)), small_model(MIXTURE, 0).state_dict()
+        steps = [torch.cat([(new[name] - before[name]).flatten() for name in before])
+                 for new in (moved, one._model.state_dict())]
+        assert steps[0].dtype == torch.float32
+        assert torch.nn.functional.cosine_similarity(*steps, dim=0) > 0.97
+        two.close()
+        one.close()
+
+    runner(story())
+
+
 def test_a_checkpoint_is_of_its_moment_and_goes_on_bit_by_bit_with_any_number_of_ranks(runner, launch, tmp_path):
     shape = replace(SHAPE, vocabulary=300)
     folder, plain = tmp_path / "two", tmp_path / "one"

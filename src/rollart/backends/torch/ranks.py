@@ -183,8 +183,9 @@ class RankWorker:
 
     def _stand(self, version: Version, copy: dict[str, Tensor] | None = None) -> None:
         """At `version`; the weights of the one before are kept for a publish under way."""
-        kept = {v: own for v, own in self._copies.items() if v == version - 1}
-        self._version, self._copies = version, {**kept, version: self._work.snapshot() if copy is None else copy}
+        before = self._copies.get(version - 1, {})
+        self._copies = {version - 1: before, version: self._work.snapshot() if copy is None else copy}
+        self._version = version
 
 
 class Rank(Protocol):

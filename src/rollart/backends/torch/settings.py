@@ -138,6 +138,9 @@ class LearnerSettings:
         if self.threads < 0:
             raise ValueError(f"threads must be 0 (its share of the cores) or more; got {self.threads!r}")
         check_schedule(self.schedule, self.warmup_steps, self.total_steps)
+        if self.ranks > 1 and ":" in self.device:
+            raise ValueError(f"device must be auto, cpu or cuda where {self.ranks} ranks each take their own; got "
+                             f"{self.device!r}")
         if self.precision not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"precision must be auto, float32 or bfloat16; got {self.precision!r}")
 
