@@ -240,7 +240,7 @@ def test_two_readers_share_a_round_and_the_death_of_one_holds_up_neither_writer_
         for child in (reader, other):
             child.send(manifest)
         assert [child.answer() for child in (reader, other)] == [digest_of(version)] * 2
-    assert len(writer._members) == 2
+    assert len(writer._missed) == 2
     big = writer.put(2, {"a": torch.zeros(60_000_000)})
     for child in (reader, other):
         child.send(big)

@@ -89,6 +89,7 @@ class FileWriter:
 
     def drop(self, manifest: Manifest) -> None:
         path = Path(manifest.location)
+        self._held.pop(manifest.version, None)
         if path.parent.parent == self._folder:  # also one that this learner published before it was restarted
             shutil.rmtree(path, ignore_errors=True)
 

@@ -28,6 +28,8 @@ from rollart.core.errors import ConfigError, EngineLost, TrainerLost
 from rollart.core.types import Manifest, Version
 
 HEAL_SECONDS = 2.0
+MOST_MB = 64  # of a bucket here: one that takes longer than the store's lease (10 s by default) cannot be read
+_LEASED = -706
 _LOCAL_BUFFER = 64 << 20
 _MEANS = {-200: "the store is full, or has no memory yet", -704: "not in the store: dropped, evicted, or lost with it",
           -900: "the store's master does not answer"}
@@ -120,6 +122,7 @@ class MooncakeWriter:
 
     def __init__(self, settings: WeightsSettings) -> None:
         self._settings, self._store = settings, _Store(settings, settings.segment_mb)
+        self._bucket_mb = min(settings.bucket_mb, MOST_MB)
         self._own, self._number = f"rollart-{secrets.token_hex(6)}", itertools.count()
         self._held: dict[Version, Manifest] = {}
         self._dropped: list[str] = []
@@ -128,12 +131,12 @@ class MooncakeWriter:
         threading.Thread(target=self._watch, name="weights", daemon=True).start()
 
     def put(self, version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
-        image = Image(version, tensors, self._settings.bucket_mb)
+        image = Image(version, tensors, self._bucket_mb)
         location = f"{self._own}/{version}-{next(self._number)}"
         with self._lock:
             image.fill(data := torch.empty(image.nbytes, dtype=torch.uint8))
             try:
-                self._dropped = [key for key in self._dropped if not self._removed(key)]
+                self._remove_dropped()
                 self._store.persist(lambda: self._push(location, image, data))
             except StoreFailed as failed:
                 raise TrainerLost(f"weights of version {version} cannot be put into the Mooncake store at "
@@ -156,26 +159,30 @@ class MooncakeWriter:
     def _watch(self) -> None:
         while not self._closing.wait(HEAL_SECONDS):
             with self._lock, suppress(StoreFailed):
-                if self._newest and not self._store.ask(lambda client: client.is_exist(f"{self._newest[0]}/header")):
-                    self._push(*self._newest)
+                if newest := self._newest:
+                    keys = self._keys(newest[0], newest[1].nbytes)
+                    if set(self._store.ask(lambda client, keys=keys: client.batch_is_exist(keys))) != {1}:
+                        self._push(*newest)
 
-    def _removed(self, key: str) -> bool:
-        """Whether the store has forgotten it: it keeps what was read within its lease."""
-        try:
-            self._store.ask(lambda client: client.remove(key))
-        except StoreFailed as failed:
-            return _MEANS[-704] in str(failed)
-        return True
+    def _remove_dropped(self) -> None:
+        """All that may go: the store keeps what was read within its lease."""
+        keys = self._dropped[:]
+        with suppress(StoreFailed):
+            answers = self._store.ask(lambda client: client.batch_remove(keys)) if keys else []
+            self._dropped[:len(keys)] = [key for key, answer in zip(keys, answers, strict=True) if answer == _LEASED]
+
+    def _keys(self, location: str, nbytes: int) -> list[str]:
+        buckets = -(-nbytes // (self._bucket_mb * 1_000_000))
+        return [f"{location}/{part}" for part in ("header", *range(buckets))]
 
     def drop(self, manifest: Manifest) -> None:
-        buckets = -(-manifest.nbytes // (self._settings.bucket_mb * 1_000_000))
-        self._dropped += [f"{manifest.location}/{part}" for part in ("header", *range(buckets))]
+        self._held.pop(manifest.version, None)
+        self._dropped += self._keys(manifest.location, manifest.nbytes)
 
     def close(self) -> None:
         self._closing.set()
         with self._lock:
-            for key in self._dropped:
-                self._removed(key)
+            self._remove_dropped()
         self._store.close()
 
 
