@@ -63,6 +63,7 @@ bench: $(VENV)/.dev  ## The benchmarks, one after the other (about half an hour)
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/schedules.py
 	$(BIN)/python benchmarks/rewards.py
+	$(BIN)/python benchmarks/weight_sync.py --carriers file collective
 
 swarm: $(VENV)/.run  ## 10,000 random worlds with faults, every invariant checked (about ten minutes)
 	$(BIN)/rollart swarm --seeds 10000

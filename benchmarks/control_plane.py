@@ -192,8 +192,8 @@ async def measure(how: str, concurrent: int, turns: int) -> str:
     if how != "in one process":
         await environments.close()
         await asyncio.gather(*[engine.remote.close() for engine in engines])
-    return (f"| {how} | {concurrent} | {1000 * seconds / done:.3f} | {1000 * cpu / done:.3f} | {calls:.2f} | {of_ray:.2f} "
-            f"| {done / seconds:,.0f} |")
+    return (f"| {how} | {concurrent} | {1000 * seconds / done:.3f} | {1000 * cpu / done:.3f} | {calls:.2f} | "
+            f"{of_ray:.2f} | {done / seconds:,.0f} |")
 
 
 def main() -> None:

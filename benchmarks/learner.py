@@ -1,6 +1,7 @@
 """Trained tokens per second: the learner's packed step against a plain padded loop, in one run on one batch.
 
     python benchmarks/learner.py --repeats 5 --threads 1 --json learner.json
+    python benchmarks/learner.py --ranks 2 --layers 6 --width 256
 
 Three contestants with equal weights, loss, optimizer and threads take turns on one ragged multi-turn batch:
 
@@ -8,6 +9,9 @@ Three contestants with equal weights, loss, optimizer and threads take turns on 
     padded         our decoder in the loop most people would write: rows padded to the longest of their micro-batch,
                    logits everywhere, the mask applied at the end
     transformers   the same loop with transformers' model of the same shape
+
+With --ranks 2 the contestants are the learner in one process and over that many ranks, each rank with --threads
+threads on this machine, over gloo.
 
 Tokens count what was sampled or read, never padding. The first losses must agree, or the run fails.
 """
@@ -23,6 +27,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,9 +38,12 @@ from rollart.backends.torch.checkpoint import save_model
 from rollart.backends.torch.learner import TorchTrainer
 from rollart.backends.torch.losses import ActionTokens, policy_loss
 from rollart.backends.torch.optimizer import make_optimizer
+from rollart.backends.torch.ranks import RankedTrainer, RankSpec
 from rollart.backends.torch.settings import LearnerSettings, SmallModel
 from rollart.backends.torch.transformer import Transformer, small_model
+from rollart.backends.weights import WeightsSettings
 from rollart.backends.weights.memory import MemoryWeights
+from rollart.core.ports import Trainer
 from rollart.core.tokens import floats, ids
 from rollart.core.types import Sample, TrainBatch, TrajectoryId
 
@@ -144,10 +152,27 @@ def contestants(shape: SmallModel, settings: LearnerSettings, batch: TrainBatch)
             "transformers": lambda: peer.step(batch.samples)}
 
 
+def ranked(shape: SmallModel, settings: LearnerSettings, batch: TrainBatch,
+           loop: asyncio.AbstractEventLoop) -> dict[str, Callable[[], float]]:
+    """The learner in one process, and over `settings.ranks` processes; the figure includes gathering the weights."""
+    model, algo = small_model(shape, 0), AlgoSettings()
+    spec = RankSpec(model=(model.config, model.state_dict()), settings=settings, algo=algo, weights=WeightsSettings())
+    several = RankedTrainer(spec)
+    loop.run_until_complete(several.start())
+    trainers = {"rank": TorchTrainer(small_model(shape, 0), settings, algo, MemoryWeights()), "ranks": several}
+
+    def step(trainer: Trainer) -> float:
+        report = loop.run_until_complete(trainer.step(TrainBatch(trainer.version, batch.samples)))
+        return report.metrics["loss"]
+
+    return {"1 rank" if name == "rank" else f"{settings.ranks} ranks": partial(step, trainer)
+            for name, trainer in trainers.items()}
+
+
 def measure(entrants: dict[str, Callable[[], float]], tokens: int, repeats: int) -> dict[str, dict[str, float]]:
     """Tokens per second of each, taking turns; the first round warms up and checks that the losses agree."""
     first = {name: step() for name, step in entrants.items()}
-    if max(first.values()) - min(first.values()) > 1e-3 * max(1.0, abs(first["rollart"])):
+    if max(first.values()) - min(first.values()) > 1e-3 * max(1.0, *map(abs, first.values())):
         raise SystemExit(f"the contestants do not compute the same loss: {first}")
     rates: dict[str, list[float]] = {name: [] for name in entrants}
     for _ in range(repeats):
@@ -169,23 +194,28 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=SmallModel().layers)
     parser.add_argument("--width", type=int, default=SmallModel().width)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1, help="compare this many processes with one")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     given = parser.parse_args()
 
     torch.set_num_threads(given.threads)
     shape = SmallModel(vocabulary=given.vocabulary, layers=given.layers, width=given.width)
     settings = LearnerSettings(threads=given.threads, micro_batch_tokens=given.micro_batch_tokens, device="cpu",
-                               precision="float32")
+                               precision="float32", ranks=given.ranks)
     batch = ragged_batch(given.trajectories, given.vocabulary, given.seed)
     lengths = [len(sample.ids) for sample in batch.samples]
-    result = measure(contestants(shape, settings, batch), sum(lengths), given.repeats)
+    with asyncio.Runner() as runner:
+        entrants = contestants(shape, settings, batch) if given.ranks == 1 else ranked(shape, settings, batch,
+                                                                                       runner.get_loop())
+        result = measure(entrants, sum(lengths), given.repeats)
 
     parameters = sum(p.numel() for p in small_model(shape, 0).parameters())
     print(f"{given.trajectories} trajectories of {min(lengths)}-{max(lengths)} tokens, {parameters / 1e6:.1f}M "
           f"parameters, vocabulary {given.vocabulary}, {given.threads} thread(s), float32, median of {given.repeats}")
-    print(f"{'':14}{'tokens/s':>10}{'low':>10}{'high':>10}{'rollart is':>12}")
+    first = next(iter(result))
+    print(f"{'':14}{'tokens/s':>10}{'low':>10}{'high':>10}{first + ' is':>12}")
     for name, seen in result.items():
-        ahead = result["rollart"]["median"] / seen["median"]
+        ahead = result[first]["median"] / seen["median"]
         print(f"{name:14}{seen['median']:>10,.0f}{seen['low']:>10,.0f}{seen['high']:>10,.0f}{ahead:>11.2f}x")
     if given.json:
         settings_used = {k: str(v) if isinstance(v, Path) else v for k, v in vars(given).items()}

@@ -1,9 +1,11 @@
 """Does the simulator predict this machine? Real runs of the quickstart's tasks against simulated ones.
 
-Measured first, one at a time: engine steps at several batch sizes and prefill (least squares), and from one real run
-with schedule sync the learner's seconds per token, the episodes (as records) and the seconds of environments and
-rewards. Then real runs with each schedule, and the same schedules simulated: seconds per step and trainer idle side by
-side. The filter of groups is off, since the simulator does not learn. Needs a machine that does nothing else.
+Measured: what an engine step, a turn and a prefilled token cost (least squares over batches, contexts and lengths), and
+from one real run with schedule sync the learner's seconds per token, the episodes (as records) and the seconds of
+environments and rewards. Engine and learner share memory bandwidth and one interpreter, so both are measured again
+while the other works. Then real runs with each schedule, and the same schedules simulated: seconds per step and trainer
+idle side by side. The filter of groups is off, since the simulator does not learn. Needs a machine that does nothing
+else.
 
     python benchmarks/sim_vs_real.py [--steps 10] [--json FILE]
 """
@@ -18,7 +20,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +32,13 @@ from rollart.backends.weights.memory import MemoryWeights
 from rollart.build import open_run
 from rollart.config.recipe import Recipe, load_recipe
 from rollart.control.pipeline import PipelineSettings
-from rollart.control.settings import ScheduleSettings
+from rollart.control.settings import Overlap, ScheduleSettings
 from rollart.core.events import BatchTaken, Event, StepEnded, TrajectoryEnded, WeightsLoaded, WeightsPublished
 from rollart.core.tokens import ids
-from rollart.core.types import GenerateRequest, Trajectory, TrajectoryId
+from rollart.core.types import GenerateRequest, StepReport, TrainBatch, Trajectory, TrajectoryId
 from rollart.observe.run_folder import RunFolder
-from rollart.policy import first_policy
+from rollart.parts import make_trainer
+from rollart.policy import Policy, first_policy
 from rollart.sim.costs import StepCost, TrainCost
 from rollart.sim.parts import RewardCost
 from rollart.sim.workload import Load, Record, Spread
@@ -42,7 +46,8 @@ from rollart.sim.world import SimPool, World, simulate
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
 SCHEDULES = ("sync", "one_off", "rollart")
-BATCHES, CONTEXT, SAMPLED = (1, 16, 64, 128, 192), 160, (2, 40)  # two lengths tell prefill from decode
+BATCHES, CONTEXTS, SAMPLED = (1, 16, 64, 128, 192), (24, 160), (2, 24)  # two of each tell turn, prefill and decode
+ROUNDS = 6
 GLUE = 7
 """Tokens that the simulated renderer adds to a message and the next header; recorded lengths have them already."""
 
@@ -56,6 +61,7 @@ class Watch:
         self.waited: list[float] = []
         self.published: list[float] = []
         self.loaded: list[float] = []
+        self.batch = TrainBatch(0, ())
 
     def on(self, at: float, event: Event) -> None:
         match event:
@@ -87,41 +93,93 @@ async def real(recipe: Recipe) -> Watch:
     try:
         with RunFolder(path).create(recipe.to_json()) as folder:
             async with open_run(recipe, folder, resume=False, subscribers=lambda _: [watch]) as run:
+                step = run.trainer.step
+
+                async def keep(batch: TrainBatch) -> StepReport:
+                    watch.batch = batch
+                    return await step(batch)
+
+                run.trainer.step = keep
                 await run.train()
     finally:
         shutil.rmtree(path, ignore_errors=True)
     return watch
 
 
-async def engine_cost(recipe: Recipe) -> StepCost:
-    """Fit seconds = overhead + sequences x a + prefilled tokens x b to engine runs."""
-    policy, weights = first_policy(recipe), MemoryWeights()
+async def engine_cost(recipe: Recipe, policy: Policy) -> StepCost:
+    """Fit seconds = steps x overhead + sampled x a + requests x b + prefilled tokens x c to engine runs."""
+    weights = MemoryWeights()
     manifest = weights.put(0, policy.model.state_dict())
     engine = EmbeddedEngine("bench", "bench", policy.model, weights, recipe.engine, shares()[0])
     engine.start()
     await engine.load_weights(manifest)
     rows, seconds = [], []
     try:
-        for repeat, (batch, most) in enumerate(itertools.product(BATCHES, SAMPLED)):
-            for timed in (False, True, True):  # the first warms up
-                prompts = [ids([2 + (i * 7 + j) % 90 for j in range(CONTEXT)]) for i in range(batch)]
+        for repeat, (batch, context, most) in enumerate(itertools.product(BATCHES, CONTEXTS, SAMPLED)):
+            for timed in (False, True, True, True):  # the first warms up
+                prompts = [ids([2 + (i * 7 + j) % 90 for j in range(context)]) for i in range(batch)]
                 begun = time.perf_counter()
                 done = await asyncio.gather(*[engine.generate(GenerateRequest(
                     TrajectoryId(repeat, i), 0, "", prompt, most, seed=i)) for i, prompt in enumerate(prompts)])
                 took = time.perf_counter() - begun
-                steps, sampled = max(len(c.tokens) for c in done), sum(len(c.tokens) for c in done)
                 if timed:
-                    rows.append([steps, sampled, batch * CONTEXT])
+                    rows.append([max(len(c.tokens) for c in done), sum(len(c.tokens) for c in done), batch,
+                                 batch * context])
                     seconds.append(took)
                 for i in range(batch):
                     engine.release(TrajectoryId(repeat, i))
     finally:
         await engine.close()
-    weight = 1.0 / np.array(seconds)  # relative errors
-    fitted, *_ = np.linalg.lstsq(np.array(rows) * weight[:, None], np.ones(len(seconds)), rcond=None)
-    overhead, sequence, prefill = (max(0.0, float(value)) for value in fitted)
+    overhead, sequence, turn, prefill = _nonnegative(np.array(rows), np.array(seconds))
     return StepCost(overhead_s=overhead, sequence_s=max(0.0, sequence - prefill), token_s=prefill, chunk=1 << 20,
+                    turn_tokens=turn / prefill, concurrent=recipe.engine.max_concurrent, share_prompts=False,
                     load_s=0.0)
+
+
+def _nonnegative(rows: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """Least squares of relative errors; what would be negative is left out, and 0 (prefill never is)."""
+    weight, used = 1.0 / seconds, list(range(rows.shape[1]))
+    while True:
+        fitted, *_ = np.linalg.lstsq(rows[:, used] * weight[:, None], np.ones(len(seconds)), rcond=None)
+        if fitted.min() >= 0:
+            return [float(fitted[used.index(i)]) if i in used else 0.0 for i in range(rows.shape[1])]
+        del used[int(fitted.argmin())]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of the engine and the learner on this machine, each alone and with the other busy beside it."""
+
+    engine: StepCost
+    engine_beside: StepCost
+    learner: float  # seconds per token
+    learner_beside: float
+
+    def at(self, training: float, decoding: float) -> tuple[StepCost, TrainCost]:
+        """With the learner busy for the share `training` of the time, the engine for `decoding`."""
+        mixed = {name: (1 - training) * getattr(self.engine, name) + training * getattr(self.engine_beside, name)
+                 for name in ("overhead_s", "sequence_s", "token_s", "turn_tokens")}
+        return replace(self.engine, **mixed), TrainCost(
+            fixed_s=0.0, token_s=(1 - decoding) * self.learner + decoding * self.learner_beside)
+
+
+async def measure_beside(recipe: Recipe, batch: TrainBatch) -> tuple[StepCost, float]:
+    """The engine's cost while the learner trains without a pause, and the learner's seconds per token meanwhile."""
+    trainer = make_trainer(recipe, first_policy(recipe), None, MemoryWeights())
+    reports: list[StepReport] = []
+
+    async def train() -> None:
+        while True:
+            reports.append(await trainer.step(replace(batch, version=trainer.version)))
+
+    training = asyncio.create_task(train())
+    try:
+        cost = await engine_cost(recipe, first_policy(recipe))
+    finally:
+        training.cancel()
+        await asyncio.wait([training])
+        trainer.close()
+    return cost, sum(r.seconds for r in reports) / sum(r.tokens for r in reports)
 
 
 def loads(recipe: Recipe, watch: Watch) -> dict[str, Load]:
@@ -129,7 +187,7 @@ def loads(recipe: Recipe, watch: Watch) -> dict[str, Load]:
     out = {}
     for name in recipe.domains:
         mine = [t for t in watch.trajectories if t.task.domain == name]
-        records = tuple(Record(len(t.prompt) - GLUE, tuple(len(turn.completion.tokens) for turn in t.turns),
+        records = tuple(Record(max(1, len(t.prompt) - GLUE), tuple(len(turn.completion.tokens) for turn in t.turns),
                                tuple(max(1, len(turn.reply) - GLUE) for turn in t.turns[:-1])) for t in mine)
 
         def spread(stage: str, calls: bool = False, mine: list[Trajectory] = mine) -> Spread:
@@ -141,13 +199,24 @@ def loads(recipe: Recipe, watch: Watch) -> dict[str, Load]:
     return out
 
 
-def train_cost(watch: Watch) -> TrainCost:
-    seconds, tokens = [s for _, s, _ in watch.steps[1:]], [n for _, _, n in watch.steps[1:]]
-    return TrainCost(fixed_s=0.0, token_s=sum(seconds) / sum(tokens))
+def learner_cost(watch: Watch) -> float:
+    return sum(s for _, s, _ in watch.steps[1:]) / sum(n for _, _, n in watch.steps[1:])
 
 
-def predicted(recipe: Recipe, cost: StepCost, watch: Watch, schedule: str, steps: int) -> tuple[float, float]:
-    """(seconds per step, trainer idle) of the simulator."""
+def predicted(recipe: Recipe, costs: Costs, watch: Watch, schedule: str, steps: int) -> tuple[float, float]:
+    """(seconds per step, trainer idle) of the simulator. How much engine and learner slow each other down depends on
+    how busy both are: simulated again with the shares that come out, until these stand still."""
+    shares = (0.5, 0.5) if ScheduleSettings(name=schedule).schedule.overlap is not Overlap.NONE else (0.0, 0.0)
+    for _ in range(ROUNDS):
+        seconds, idle, busy = _simulated(recipe, costs.at(*shares), watch, schedule, steps)
+        if shares == (0.0, 0.0):
+            break
+        shares = (0.5 * (shares[0] + busy["train"]), 0.5 * (shares[1] + busy["cpu"]))
+    return seconds, idle
+
+
+def _simulated(recipe: Recipe, costs: tuple[StepCost, TrainCost], watch: Watch, schedule: str,
+               steps: int) -> tuple[float, float, Mapping[str, float]]:
     idle: list[float] = []
 
     class Waits:
@@ -156,15 +225,15 @@ def predicted(recipe: Recipe, cost: StepCost, watch: Watch, schedule: str, steps
                 idle.append(event.waited)
 
     world = World(
-        pools={"cpu": SimPool(engines=1, cost=replace(cost, load_s=statistics.fmean(watch.loaded)))},
+        pools={"cpu": SimPool(engines=1, cost=replace(costs[0], load_s=statistics.fmean(watch.loaded)))},
         affinity={}, weights={name: entry.weight for name, entry in recipe.domains.items()},
         domains=loads(recipe, watch), schedule=ScheduleSettings(name=schedule), rollout=recipe.rollout,
         pipeline=PipelineSettings(steps=steps, checkpoint_every=0), algo=recipe.algorithm,
-        reward=RewardCost(cold_start_s=0.0), train=train_cost(watch), publish_s=statistics.fmean(watch.published),
+        reward=RewardCost(cold_start_s=0.0), train=costs[1], publish_s=statistics.fmean(watch.published),
         wasted_share=1.0)
     result = simulate(world, 0, [Waits()])
     seconds = (result.step_ends[-1] - result.step_ends[0]) / (steps - 1)  # the same steps as in the real run
-    return seconds, sum(idle[1:]) / (result.step_ends[-1] - result.step_ends[0])
+    return seconds, sum(idle[1:]) / (result.step_ends[-1] - result.step_ends[0]), result.busy
 
 
 def main() -> None:
@@ -174,16 +243,18 @@ def main() -> None:
     arguments = parser.parse_args()
     recipe = load_recipe(RECIPE, [f"pipeline.steps={arguments.steps}", "pipeline.checkpoint_every=0",
                                   "evaluation.tasks=0", "algorithm.filter=none"])
-    cost = asyncio.run(engine_cost(recipe))
-    print(f"engine step: {cost.overhead_s * 1e3:.2f} ms + {(cost.sequence_s + cost.token_s) * 1e6:.0f} us a sequence; "
-          f"prefill {1 / cost.token_s:,.0f} tokens/s", flush=True)
+    alone = asyncio.run(engine_cost(recipe, first_policy(recipe)))
     watches = {name: asyncio.run(real(replace(recipe, schedule=ScheduleSettings(name=name)))) for name in SCHEDULES}
-    learner = train_cost(watches["sync"])
-    print(f"learner: {1 / learner.token_s:,.0f} tokens/s", flush=True)
+    beside = asyncio.run(measure_beside(recipe, watches["sync"].batch))
+    costs = Costs(alone, beside[0], learner_cost(watches["sync"]), beside[1])
+    for what, cost, learner in (("alone", alone, costs.learner), ("beside the other", *beside)):
+        print(f"{what}: engine step {cost.overhead_s * 1e3:.2f} ms + {(cost.sequence_s + cost.token_s) * 1e6:.0f} us a "
+              f"sequence, a turn {cost.turn_tokens * cost.token_s * 1e6:.0f} us, prefill {1 / cost.token_s:,.0f} "
+              f"tokens/s; learner {1 / learner:,.0f} tokens/s", flush=True)
     print(f"{'schedule':10} {'s/step real':>12} {'simulated':>10} {'ratio':>6}   {'idle real':>9} {'simulated':>10}")
     rows = {}
     for name, watch in watches.items():
-        step, idle = predicted(recipe, cost, watches["sync"], name, arguments.steps)
+        step, idle = predicted(recipe, costs, watches["sync"], name, arguments.steps)
         rows[name] = {"step": [watch.step_seconds, step], "idle": [watch.idle, idle]}
         print(f"{name:10} {watch.step_seconds:12.2f} {step:10.2f} {step / watch.step_seconds:6.2f}   {watch.idle:9.1%} "
               f"{idle:10.1%}", flush=True)

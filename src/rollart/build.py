@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollart.backends.scorers import Scorers, open_scorers
-from rollart.build_ray import check_model, domain_pools, open_cluster, plan, ray_parts
+from rollart.build_ray import domain_pools, open_cluster, plan, ray_parts
 from rollart.config.recipe import Recipe
 from rollart.control.env_manager import Services
 from rollart.control.evaluation import Evaluator
@@ -42,7 +42,7 @@ from rollart.observe.invariants import Bounds, Invariants
 from rollart.observe.journal import Journal, Subscriber
 from rollart.observe.ledger import Ledger
 from rollart.observe.run_folder import RunFolder
-from rollart.parts import LocalCluster, Parts, local_parts, make_engine, make_environments
+from rollart.parts import EngineCluster, Parts, check_engines, local_parts, make_engine, make_environments
 from rollart.policy import Policy, Progress, context_tokens, first_policy, load_policy
 
 if TYPE_CHECKING:
@@ -109,6 +109,8 @@ class Run:
             "waits": [{"who": w.who, "what": w.what, "seconds": round(time - w.since, 1)}
                       for w in self.pipeline.changed.waits[:20]],
             "repairs": {"turns moved": self.proxy.moved, "engine restarts": self.pipeline.supervisor.restarts,
+                        "learner restarts": len(getattr(self.parts.trainer, "recoveries", ())),
+                        "environment nodes lost": getattr(self.parts.environments, "lost_nodes", 0),
                         "routed to another pool": self.proxy.routing.fallbacks},
             "in_flight": [dataclasses.asdict(item) | {"id": str(item.id)} for item in rollout.in_flight()[:20]],
             "engines": engines,
@@ -168,7 +170,7 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         if cluster:
             parts = await ray_parts(stack, recipe, policy, reference, folder_or_none, folder, cluster)
         else:
-            parts = await local_parts(stack, recipe, policy, reference and reference.model, folder_or_none)
+            parts = await local_parts(stack, recipe, policy, reference, folder_or_none, folder.newest_checkpoint)
 
         changed = Changed()
         rollout_settings = dataclasses.replace(recipe.rollout, context_tokens=context)
@@ -257,7 +259,7 @@ async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[Eva
                             environments=environments, renderer=policy.chat, scorer=scorer, journal=journal,
                             settings=dataclasses.replace(recipe.rollout, context_tokens=context_tokens(recipe, policy)),
                             seed=draw(recipe.seed, "eval"))
-        evaluator = _evaluator(recipe, services, Parts(None, [], [engine], environments, LocalCluster([engine])),
+        evaluator = _evaluator(recipe, services, Parts(None, [], [engine], environments, EngineCluster([engine])),
                                changed)
         assert evaluator is not None
         return await evaluator.run(manifest)
@@ -265,7 +267,7 @@ async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[Eva
 
 async def _connect(stack: AsyncExitStack, recipe: Recipe) -> RayCluster:
     """Join the cluster and see that everything fits, before anything else is begun. Raises ConfigError."""
-    check_model(recipe)
+    check_engines(recipe, here=False)
     cluster = open_cluster(recipe)
     stack.callback(cluster.close)
     plan(recipe, cluster.nodes())

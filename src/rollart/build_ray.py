@@ -7,7 +7,8 @@ happens. Waits for actors, each start under cluster.start_seconds.
 from __future__ import annotations
 
 import asyncio
-import tempfile
+import dataclasses
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,7 +19,7 @@ from rollart.control.mending import MendingTrainer
 from rollart.core.errors import ConfigError, EngineLost, EnvironmentFailed, TrainerLost
 from rollart.distributed import Need, Node, Placed, Role, affinity, place, render_plan, worker_class
 from rollart.observe.run_folder import RunFolder
-from rollart.parts import Parts, engine_ids
+from rollart.parts import EngineCluster, Parts, check_engines, engine_ids, make_ranked
 from rollart.policy import Policy, cache_folder
 
 WORKERS: dict[Role, str] = {
@@ -27,7 +28,8 @@ WORKERS: dict[Role, str] = {
 
 
 def worker_name(recipe: Recipe, role: Role) -> str:
-    return recipe.cluster.workers.get(role.value, WORKERS[role])
+    shipped = "rollart.workers:RankWorker" if role is Role.ACTOR_TRAIN and recipe.learner.ranks > 1 else WORKERS[role]
+    return recipe.cluster.workers.get(role.value, shipped)
 
 
 def planned_nodes(recipe: Recipe) -> list[Node]:
@@ -39,13 +41,23 @@ def planned_nodes(recipe: Recipe) -> list[Node]:
 def needs(recipe: Recipe) -> list[Need]:
     """Every process of the run, the one that everything waits for first."""
     mapped = affinity(worker_class(worker_name(recipe, Role.ACTOR_TRAIN), Role.ACTOR_TRAIN))
-    out = [Need("learner", Role.ACTOR_TRAIN, recipe.cluster.train or mapped.get("default", ""))]
+    out = [Need(name, Role.ACTOR_TRAIN, recipe.cluster.train or mapped.get("default", ""))
+           for name in learner_names(recipe)]
     for id, pool in engine_ids(recipe):
-        out.append(Need(id, Role.ACTOR_GEN, recipe.pools[pool].hardware, recipe.pools[pool].tensor_parallel))
+        out.append(Need(id, Role.ACTOR_GEN, recipe.pools[pool].hardware, devices(recipe, pool)))
     if recipe.evaluation.tasks:
         out.append(Need("eval", Role.ACTOR_GEN, recipe.cluster.evaluation))
     out.append(Need("environments", Role.ENVIRONMENT, recipe.cluster.environments, spread=True))
     return out
+
+
+def devices(recipe: Recipe, pool: str) -> int:
+    """Of one engine."""
+    return recipe.vllm.tensor_parallel if recipe.pools[pool].engine == "vllm" else 1
+
+
+def learner_names(recipe: Recipe) -> list[str]:
+    return [f"learner-{i}" for i in range(recipe.learner.ranks)] if recipe.learner.ranks > 1 else ["learner"]
 
 
 def domain_pools(recipe: Recipe) -> dict[str, str]:
@@ -74,14 +86,16 @@ def plan(recipe: Recipe, nodes: Sequence[Node]) -> tuple[tuple[Placed, ...], lis
 async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, reference: Policy | None,
                     checkpoint: Path | None, folder: RunFolder, cluster: Any) -> Parts:
     """Every role in actors of a connected `cluster`; `stack` closes them. Raises ConfigError, NoCapacity."""
-    from rollart.backends.ray.engines import RemoteCluster, RemoteEngine
+    from rollart.backends.ray.engines import RemoteEngine
     from rollart.backends.ray.environments import RemoteEnvironments
     from rollart.backends.ray.remote import Remote
-    from rollart.backends.ray.trainer import RemoteTrainer
+    from rollart.backends.ray.trainer import ActorRank, RemoteTrainer
+    from rollart.workers import RankWorker
 
     placed, _ = plan(recipe, cluster.nodes())
     where = {item.need.name: item for item in placed if not item.need.spread}
-    common = {"recipe": recipe.to_json(), "model": _source(policy, recipe)}
+    policy, reference = _shared(policy, folder), reference and _shared(reference, folder)
+    common = {"recipe": recipe.to_json(), "model": str(policy.folder)}
     limits = {"start_seconds": recipe.cluster.start_seconds, "silent_seconds": recipe.cluster.silent_seconds}
 
     async def remote(name: str, role: Role, lost: Any, spec: Mapping[str, Any]) -> Remote:
@@ -89,10 +103,19 @@ async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, refer
         (options,) = await cluster.reserve([cluster.demand(item.node, item.need.units)], name)
         return Remote(name, worker_name(recipe, role), role.value, {**common, **spec}, lambda: options, lost, **limits)
 
-    own = {"reference": _source(reference, recipe)} if reference else {}
-    learner = await remote("learner", Role.ACTOR_TRAIN, TrainerLost, own)
-    inner = RemoteTrainer(learner)
-    stack.push_async_callback(inner.close)
+    own = {"reference": str(reference.folder)} if reference else {}
+    learners = [await remote(name, Role.ACTOR_TRAIN, TrainerLost, {**own, "rank": rank})
+                for rank, name in enumerate(learner_names(recipe))]
+    for learner in learners:
+        stack.push_async_callback(learner.close)
+
+    async def launch(number: int) -> ActorRank:
+        await learners[number].start()
+        return ActorRank(learners[number])
+
+    kind = worker_class(worker_name(recipe, Role.ACTOR_TRAIN), Role.ACTOR_TRAIN)
+    ranked = issubclass(kind, RankWorker)
+    inner = make_ranked(recipe, policy, reference, launch) if ranked else RemoteTrainer(kind, learners)
     trainer = MendingTrainer(inner, folder.newest_checkpoint, redo_batches=recipe.cluster.redo_batches,
                              max_restarts=recipe.cluster.max_restarts)
     ids = [*engine_ids(recipe), *([("eval", "eval")] if recipe.evaluation.tasks else [])]
@@ -115,34 +138,21 @@ async def ray_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, refer
         await trainer.load(checkpoint)
     evaluating = [engine for engine in engines if engine.pool == "eval" and engine.id == "eval"]
     training = [engine for engine in engines if engine not in evaluating]
-    return Parts(trainer, training, evaluating, environments, RemoteCluster(engines))
+    return Parts(trainer, training, evaluating, environments, EngineCluster(engines))
 
 
-def _source(policy: Policy, recipe: Recipe) -> Any:
-    """How an actor gets the model: a folder that every node sees, or the files, in the object store once."""
-    import ray
-
-    from rollart.backends.ray.host import Shared
+def _shared(policy: Policy, folder: RunFolder) -> Policy:
+    """The policy in a folder that every node sees: its own, or (made or warm-started here) a copy in the run's."""
     from rollart.backends.torch.checkpoint import save_model
-    from rollart.workers import pack
 
-    if policy.folder is not None and cache_folder() not in policy.folder.parents:
-        return str(policy.folder.resolve())
-    with tempfile.TemporaryDirectory() as made:
-        if policy.folder is None:
-            save_model(policy.model, made, policy.chat)
-        return Shared(ray.put(pack(policy.folder or Path(made))))
-
-
-def check_model(recipe: Recipe) -> None:
-    """What the model says about the cluster. Raises ConfigError."""
-    from rollart.backends.torch.checkpoint import load_config
-
-    heads = load_config(recipe.model.path).heads if recipe.model.path else recipe.model.small.heads
-    for name, pool in recipe.pools.items():
-        if heads % pool.tensor_parallel:
-            raise ConfigError(f"pools.{name}.tensor_parallel = {pool.tensor_parallel} does not divide the model's "
-                              f"{heads} attention heads: set a divisor of {heads}")
+    target = folder.path.resolve() / "model"
+    if policy.folder is None:
+        save_model(policy.model, target, policy.chat)
+    elif cache_folder().resolve() in policy.folder.resolve().parents:
+        shutil.copytree(policy.folder, target, dirs_exist_ok=True)
+    else:
+        target = policy.folder.resolve()
+    return dataclasses.replace(policy, folder=target)
 
 
 def open_cluster(recipe: Recipe) -> Any:
@@ -150,6 +160,8 @@ def open_cluster(recipe: Recipe) -> Any:
     if recipe.weights.carrier == "memory":
         raise ConfigError("weights.carrier = 'memory' stays inside one process; on a cluster set it to 'file' (nodes "
                           "that share weights.folder), 'collective' or 'mooncake'")
+    if served := [name for name, pool in recipe.pools.items() if pool.engine == "server"]:
+        raise ConfigError(f"pools.{served[0]}.engine = 'server' is reached without --ray only, so far: leave it out")
     if recipe.lora:
         raise ConfigError("[lora] is not there on a cluster yet: leave it out, or run without --ray")
     try:
@@ -168,9 +180,9 @@ def plan_lines(recipe: Recipe) -> list[str]:
     """
     if recipe.cluster.address in ("", "local"):
         if not recipe.model.path or Path(recipe.model.path).is_dir():  # a plan may be made far from the model
-            check_model(recipe)
+            check_engines(recipe, here=False)
         return plan(recipe, planned_nodes(recipe))[1]
-    check_model(recipe)
+    check_engines(recipe, here=False)
     cluster = open_cluster(recipe)
     try:
         return plan(recipe, cluster.nodes())[1]

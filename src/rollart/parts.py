@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -17,13 +17,21 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rollart.backends.process.environments import ProcessEnvironments
 from rollart.config.recipe import Recipe
+from rollart.control.mending import MendingTrainer
 from rollart.core.clock import draw
+from rollart.core.errors import ConfigError
 from rollart.core.ports import Cluster
+from rollart.core.types import Version
 from rollart.policy import Policy
 
 if TYPE_CHECKING:
     from rollart.backends.torch.learner import TorchTrainer
+    from rollart.backends.torch.ranks import RankedTrainer
+    from rollart.backends.torch.settings import LearnerSettings
     from rollart.backends.torch.transformer import Transformer
+
+Newest = Callable[[], tuple[Version, Path] | None]
+"""Version and folder of the newest whole checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +46,14 @@ class Parts:
 
 
 @runtime_checkable
-class Checked(Protocol):
+class Probed(Protocol):
     """An engine whose other side can be looked at before anything starts. Raises ConfigError."""
 
-    async def check(self) -> None: ...
+    async def probe(self) -> None: ...
 
 
-class LocalCluster:
-    """The Cluster port for engines in this process."""
+class EngineCluster:
+    """The Cluster port over engines that tell their loss and start again where they were."""
 
     def __init__(self, engines: Sequence[Any]) -> None:
         self._engines = {engine.id: engine for engine in engines}
@@ -60,28 +68,39 @@ class LocalCluster:
         await self._engines[engine].restart()
 
 
-async def local_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, reference: Transformer | None,
-                      checkpoint: Path | None) -> Parts:
-    """Everything in this process; `stack` closes it."""
+async def local_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, reference: Policy | None,
+                      checkpoint: Path | None, newest: Newest) -> Parts:
+    """Everything in this process, but for the learner's ranks where it has several; `stack` closes it."""
     from rollart.backends.torch.lora import AdapterWeights
-    from rollart.backends.weights.memory import MemoryWeights
+    from rollart.backends.weights import open_reader, open_writer
 
-    weights = AdapterWeights(policy.model.state_dict(), recipe.lora) if recipe.lora else MemoryWeights()
-    trainer = make_trainer(recipe, policy, reference, weights)
-    stack.callback(trainer.close)
+    if recipe.learner.ranks > 1:
+        weights: Any = open_reader(recipe.weights)
+        ranks = make_ranked(recipe, policy, reference)
+        stack.callback(ranks.close)
+        await ranks.start()
+        trainer: Any = MendingTrainer(ranks, newest, redo_batches=recipe.cluster.redo_batches,
+                                      max_restarts=recipe.cluster.max_restarts)
+    else:
+        writer: Any = AdapterWeights(policy.model.state_dict(), recipe.lora) if recipe.lora else open_writer(
+            recipe.weights)
+        weights = writer if recipe.lora else open_reader(recipe.weights, writer)
+        stack.callback(writer.close)
+        trainer = make_trainer(recipe, policy, reference and reference.model, writer)
+        stack.callback(trainer.close)
     if checkpoint:
         await trainer.load(checkpoint)
     engines = [make_engine(id, pool, recipe, policy, weights) for id, pool in engine_ids(recipe)]
     evaluating = [make_engine("eval", "eval", recipe, policy, weights)] if recipe.evaluation.tasks else []
     for engine in engines:
-        if isinstance(engine, Checked):
-            await engine.check()
+        if isinstance(engine, Probed):
+            await engine.probe()
     for engine in (*engines, *evaluating):
         engine.start()
         stack.push_async_callback(engine.close)
     environments = make_environments(recipe)
     stack.push_async_callback(environments.close)
-    return Parts(trainer, engines, evaluating, environments, LocalCluster([*engines, *evaluating]))
+    return Parts(trainer, engines, evaluating, environments, EngineCluster([*engines, *evaluating]))
 
 
 def engine_ids(recipe: Recipe) -> list[tuple[str, str]]:
@@ -95,13 +114,35 @@ def make_trainer(recipe: Recipe, policy: Policy, reference: Transformer | None, 
     from rollart.backends.torch.learner import TorchTrainer
     from rollart.backends.torch.threads import shares
 
-    settings = recipe.learner
-    if settings.schedule != "constant" and not settings.total_steps:
-        settings = dataclasses.replace(settings, total_steps=recipe.pipeline.steps)
-    return TorchTrainer(policy.model, settings, recipe.algorithm, weights,
+    return TorchTrainer(policy.model, learner_settings(recipe), recipe.algorithm, weights,
                         temperature=recipe.sampling.temperature, seed=draw(recipe.seed, "learner"),
                         export=lambda folder: save_model(policy.model, folder, policy.chat),
                         reference=reference, lora=recipe.lora, base=recipe.model.path, cores=shares()[1])
+
+
+def make_ranked(recipe: Recipe, policy: Policy, reference: Policy | None, launch: Any = None) -> RankedTrainer:
+    """The learner over recipe.learner.ranks processes: on this machine, or (`launch`) elsewhere. Raises ConfigError."""
+    from rollart.backends.torch.checkpoint import save_shape
+    from rollart.backends.torch.ranks import RankedTrainer, RankSpec
+
+    if recipe.lora:
+        raise ConfigError(f"[lora] needs the learner in one process: set learner.ranks = 1; got {recipe.learner.ranks}")
+
+    def source(model: Policy) -> Any:
+        return str(model.folder) if model.folder else (model.config, model.model.state_dict())
+
+    spec = RankSpec(model=source(policy), settings=learner_settings(recipe), algo=recipe.algorithm,
+                    weights=recipe.weights, temperature=recipe.sampling.temperature, seed=draw(recipe.seed, "learner"),
+                    reference=source(reference) if reference else None)
+    return RankedTrainer(spec, launch, export=lambda folder: save_shape(policy.config, folder, policy.chat))
+
+
+def learner_settings(recipe: Recipe) -> LearnerSettings:
+    """With the run's length as that of its schedule."""
+    settings = recipe.learner
+    if settings.schedule != "constant" and not settings.total_steps:
+        settings = dataclasses.replace(settings, total_steps=recipe.pipeline.steps)
+    return settings
 
 
 def make_engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: Any) -> Any:
@@ -121,12 +162,13 @@ def make_engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: Any
     return EmbeddedEngine(id, pool, policy.model, weights, recipe.engine, shares()[0])
 
 
-def check_engines(recipe: Recipe) -> None:
-    """What this machine's vLLM and the model do not allow. Raises ConfigError."""
+def check_engines(recipe: Recipe, *, here: bool = True) -> None:
+    """What vLLM (of this machine, if the engines are to run `here`) and the model do not allow. Raises ConfigError."""
     if any(pool.engine == "vllm" for pool in recipe.pools.values()):
         from rollart.backends.vllm.checks import check_model, check_vllm, read_config
 
-        check_vllm()
+        if here:
+            check_vllm()
         small = recipe.model.small
         check_model(read_config(Path(recipe.model.path)) if recipe.model.path else {
             "num_attention_heads": small.heads, "num_key_value_heads": small.kv_heads,

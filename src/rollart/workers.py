@@ -1,22 +1,20 @@
 """The workers that ship: one process of each role, whose part is made from the recipe inside that process.
 
-Keeps true: the part is the same that runs in one process without Ray. `spec` is plain data: `recipe` (as `to_json` gives
-it), `model` and `reference` (a folder that every node sees, or the files of one), of an engine `id` and `pool`.
+Keeps true: the part is the same that runs in one process without Ray. `spec` is plain data: `recipe` (as `to_json`
+gives it), `model` and `reference` (folders that every node sees); an engine's `id`, `pool`, a learner's `rank`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rollart.config.recipe import Recipe, from_tables
 from rollart.core.errors import ConfigError, EnvironmentFailed
-from rollart.core.ports import Environment
-from rollart.core.types import Action, Observation, Task
+from rollart.core.ports import Environment, Prefetching
+from rollart.core.types import Action, Manifest, Observation, Task
 from rollart.distributed.api import Role, Worker
 from rollart.parts import make_engine, make_environments, make_trainer
 from rollart.policy import Policy, load_policy
@@ -31,7 +29,11 @@ class RecipeWorker(Worker):
 
     def policy(self, name: str = "model") -> Policy:
         """The model called so in the spec. Raises ConfigError where this node does not see its folder."""
-        return load_policy(unpack(self.spec[name]), self.recipe)
+        folder = Path(self.spec[name])
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is not on this node: put the model and the run folder on a file system that "
+                              "every node mounts at the same path")
+        return load_policy(folder, self.recipe)
 
 
 class EngineWorker(RecipeWorker):
@@ -44,6 +46,10 @@ class EngineWorker(RecipeWorker):
 
         reader = open_reader(self.recipe.weights)
         return make_engine(self.spec["id"], self.spec["pool"], self.recipe, self.policy(), reader)
+
+    async def prefetch(self, manifest: Manifest) -> None:
+        if isinstance(self.part, Prefetching):
+            await self.part.prefetch(manifest)
 
 
 class LearnerWorker(RecipeWorker):
@@ -61,6 +67,26 @@ class LearnerWorker(RecipeWorker):
     async def close(self) -> None:
         await super().close()
         self._writer.close()
+
+
+class RankWorker(Worker):
+    """One rank of the learner; what it is to do comes from the RankedTrainer in the driver."""
+
+    role: ClassVar[Role] = Role.ACTOR_TRAIN
+
+    async def start(self) -> None:
+        from rollart.backends.torch.ranks import RankWorker as Rank
+
+        self.part = Rank()
+
+    def listen(self, host: str) -> str:
+        """As other nodes reach this one."""
+        import ray
+
+        return self.part.listen(ray.util.get_node_ip_address())
+
+    def begin(self, *arguments: Any) -> None:
+        self.part.start(*arguments)
 
 
 class EnvironmentsWorker(RecipeWorker):
@@ -88,30 +114,3 @@ class EnvironmentsWorker(RecipeWorker):
     async def close_one(self, number: int) -> None:
         if environment := self._open.pop(number, None):
             await environment.close()
-
-
-def pack(folder: Path) -> dict[str, bytes]:
-    """The files of a model folder, to be sent to nodes that do not see it."""
-    return {f.name: f.read_bytes() for f in sorted(folder.iterdir()) if f.is_file()}
-
-
-def unpack(model: str | Mapping[str, bytes]) -> Path:
-    """A folder on this node. Raises ConfigError where it is named and not here."""
-    if isinstance(model, str):
-        if not Path(model).is_dir():
-            raise ConfigError(f"{model} is not on this node: put the model and the run folder on a file system that "
-                              "every node mounts at the same path")
-        return Path(model)
-    digest = hashlib.blake2b(b"".join(model.values()), digest_size=8).hexdigest()
-    target = Path(tempfile.gettempdir()) / f"rollart-model-{digest}"
-    if not target.is_dir():
-        with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as part:
-            made = Path(part) / "model"
-            made.mkdir()
-            for name, content in model.items():
-                (made / name).write_bytes(content)
-            try:
-                made.rename(target)
-            except OSError:
-                pass  # another process was faster
-    return target

@@ -305,8 +305,9 @@ class FakeTrainer:
         self.retired.append(manifest.version)
 
     async def save(self, folder: Path) -> None:
+        version = self.version
         await self._work("save", 1.0)
-        self.saved.append(self.version)
+        self.saved.append(version)
 
     async def load(self, folder: Path) -> None:
         raise NotImplementedError

@@ -100,7 +100,7 @@ def test_wherever_it_dies_each_version_is_made_of_the_same_batches(dies, every, 
     inner = Fragile(dies)
     trainer = run_virtual(train(inner, steps, every, max_restarts=20))
     assert inner.seen == tuple(range(steps))
-    assert [copy for copy in dict.fromkeys(inner.published)] == [tuple(range(v)) for v in range(1, steps + 1)]
+    assert list(dict.fromkeys(inner.published)) == [tuple(range(v)) for v in range(1, steps + 1)]
     assert inner.saved == {v: tuple(range(v)) for v in range(1, steps + 1) if every and v % every == 0}
     assert len(trainer.recoveries) <= len(dies)
 

@@ -187,6 +187,27 @@ def test_s9_our_own_mistake_in_a_group_ends_the_run_at_once_with_it() -> None:
     assert {str(e) for e in caught.value.exceptions} == {"I9: a bug"}
 
 
+def test_the_first_error_of_a_group_is_told_and_the_group_is_not_closed_over_it() -> None:
+    """I3 would call members that still run at a GroupEnded a fault of ours, and hide the one that there was."""
+    rigs = []
+
+    class Broken(FakeScorer):
+        async def score(self, t: Trajectory) -> Any:
+            await asyncio.sleep(t.id.member)
+            raise ValueError(f"member {t.id.member}")
+
+    async def story(rig: Rig) -> None:
+        rigs.append(rig)
+        await asyncio.sleep(1e6)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        play(story, scorer=Broken(), rollout=small(group_size=3), crashes=True)
+    assert next(str(e) for e in caught.value.exceptions) == "member 0"
+    assert not rigs[0].log.of(GroupEnded)
+    assert {e.trajectory.id.member for e in rigs[0].log.of(TrajectoryEnded)} == {1, 2}
+    rigs[0].pool.check_closed()
+
+
 def test_what_a_subscriber_raises_when_a_group_ends_is_fatal_on_a_real_loop_too() -> None:
     async def main() -> None:
         quick = FakePool(open_s=0.0, first_s=0.0, step_s=0.0, close_s=0.0)

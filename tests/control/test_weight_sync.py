@@ -11,9 +11,10 @@ from rollart.control.llm_proxy import LLMProxy
 from rollart.control.weight_sync import WeightSync
 from rollart.core.changed import Changed
 from rollart.core.clock import now
-from rollart.core.errors import InvariantViolated, TrainerLost
-from rollart.core.events import PublishStarted, WeightsLive, WeightsPublished
-from rollart.core.types import Version
+from rollart.core.errors import EngineLost, InvariantViolated, TrainerLost
+from rollart.core.events import EngineDown, PublishStarted, WeightsFetched, WeightsLive, WeightsPublished
+from rollart.core.tokens import ids
+from rollart.core.types import GenerateRequest, Manifest, TrajectoryId, Version
 from rollart.sim.loop import run_virtual
 
 
@@ -143,5 +144,53 @@ def test_nothing_is_loaded_before_it_may_be() -> None:
         gate.set()
         await syncing
         assert s.engine.loads == [0]
+
+    run_virtual(main())
+
+
+class FetchingEngine(FakeEngine):
+    """Fetches for 20 s beside its work; `gone`: it cannot."""
+
+    gone = False
+
+    async def prefetch(self, manifest: Manifest) -> None:
+        await asyncio.sleep(20.0)
+        if self.gone:
+            raise EngineLost("weights are gone")
+
+
+def test_engines_serve_while_they_fetch_and_stand_still_for_the_load_alone() -> None:
+    async def main() -> None:
+        s = Setup()
+        engine = FetchingEngine(tokens=40, load_s=2.0)
+        s.proxy = LLMProxy([engine], {}, journal=s.log, changed=Changed())
+        s.sync = WeightSync(s.trainer, s.proxy, s.log)
+        await s.to(0)
+        assert not s.log.of(WeightsFetched)  # nothing is served yet that could go on
+        began = now()
+        request = GenerateRequest(TrajectoryId(1, 0), 0, "game", ids([1]), 40)
+        turn = asyncio.create_task(s.proxy.generate(request))
+        await s.to(1)
+        fetched, live = s.log.of(WeightsFetched, WeightsLive)[-2:]
+        assert fetched == WeightsFetched(1, 20.0, 1)
+        assert live == WeightsLive(1, 2.0, 1)
+        await turn
+        assert now() - began <= 40 + 2.0 + 0.2
+
+    run_virtual(main())
+
+
+def test_an_engine_that_cannot_fetch_is_lost_and_the_others_get_the_new_weights() -> None:
+    async def main() -> None:
+        s = Setup()
+        engines = [FetchingEngine("a"), FetchingEngine("b"), FakeEngine("c")]
+        s.proxy = LLMProxy(engines, {}, journal=s.log, changed=Changed())
+        s.sync = WeightSync(s.trainer, s.proxy, s.log)
+        await s.to(0)
+        engines[0].gone = True  # type: ignore[attr-defined]
+        await s.to(1)
+        assert [(e.engine, e.reason) for e in s.log.of(EngineDown)] == [("a", "fetching version 1: weights are gone")]
+        assert [engine.loads for engine in engines] == [[0], [0, 1], [0, 1]]
+        assert s.log.of(WeightsFetched) == [WeightsFetched(1, 20.0, 1)]
 
     run_virtual(main())

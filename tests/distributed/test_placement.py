@@ -19,8 +19,7 @@ wants = st.lists(st.tuples(st.sampled_from(["", *sorted(POOLS)]), st.integers(1,
 def try_place(needs, inventory):
     try:
         return place(needs, inventory)
-    except ConfigError as refused:
-        assert "\n" not in str(refused)
+    except ConfigError:
         return None
 
 
@@ -83,4 +82,5 @@ def test_the_printed_plan_says_who_where_with_how_much_and_why_elsewhere():
     needs = [Need("decode-0", Role.ACTOR_GEN, "H20"), Need("decode-1", Role.ACTOR_GEN, "H20")]
     first, second = render_plan(place(needs, inventory), {"decode-0": ["guess"]})
     assert first.split() == ["ActorGen", "decode-0", "H20", "b", "1", "of", "1", "units", "domains", "guess"]
-    assert "H800" in second and "(fallback: H20 is full)" in second
+    assert "H800" in second
+    assert "(fallback: H20 is full)" in second

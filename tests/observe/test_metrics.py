@@ -9,7 +9,7 @@ from rollart.observe.journal import Journal
 from rollart.observe.ledger import Ledger
 from rollart.observe.metrics import Metrics, read_metrics
 from rollart.observe.run_folder import RunFolder
-from rollart.observe.summary import summarise, write_summary
+from rollart.observe.summary import summarise, weight_figures, write_summary
 
 
 class Clock:
@@ -106,6 +106,15 @@ def test_the_summary_is_of_the_whole_run_right_after_a_resume(run):
     assert (summary["tokens"]["trained"], summary["tokens"]["wasted"]) == (12, 12)
     assert summary["logprob_gap_step0"] == 0.01
     assert summary["trainer_idle_fraction"] == 0.2
+
+
+def test_the_exposed_part_of_weight_syncs_is_a_mean_and_a_share_of_the_run():
+    steps = [{"weights": {"publish_seconds": 1.0, "fetch_seconds": 3.0, "live_seconds": 0.25}},
+             {"weights": {"publish_seconds": 2.0, "live_seconds": 0.75}}, {"weights": {}}]
+    assert weight_figures(steps, 10.0) == {"publish_seconds": 1.5, "fetch_seconds": 3.0, "exposed_seconds": 0.5,
+                                           "exposed_fraction": 0.1}
+    assert weight_figures([], 0.0) == {"publish_seconds": None, "fetch_seconds": None, "exposed_seconds": None,
+                                       "exposed_fraction": 0.0}
 
 
 def test_a_run_that_has_just_begun_has_a_summary(tmp_path):

@@ -26,3 +26,17 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
             bins.append([index])
             free.append(max_tokens - need)
     return [sorted(members) for members in bins]
+
+
+def deal(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """Indices of `lengths` as bins of each rank: dealt longest first to the rank with the fewest tokens, so that no
+    rank has more than 4/3 of the least possible maximum (Graham 1969), then packed. One rank: as `pack`.
+    """
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        least = min(range(ranks), key=lambda rank: (tokens[rank], rank))
+        held[least].append(index)
+        tokens[least] += lengths[index]
+    return [[[own[i] for i in members] for members in pack([lengths[i] for i in own], max_tokens)]
+            for own in map(sorted, held)]

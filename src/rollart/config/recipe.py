@@ -62,7 +62,7 @@ class PoolSettings:
     """One pool of engines: how many replicas it has. `domains`: the task domains that prefer it. `engine`: embedded
     ([engine]), vllm ([vllm]), or server: OpenAI-compatible servers at `urls`, one a replica ([server]).
 
-    On a cluster: hardware: the pool of nodes that they prefer (empty: any). tensor_parallel: devices of an engine.
+    On a cluster: hardware: the pool of nodes that they prefer (empty: any).
     """
 
     replicas: int = 1
@@ -70,12 +70,10 @@ class PoolSettings:
     engine: Literal["embedded", "vllm", "server"] = "embedded"
     urls: tuple[str, ...] = ()
     hardware: str = ""
-    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.tensor_parallel < 1:
-            raise ValueError(f"needs replicas and tensor_parallel of at least 1; got {self.replicas} and "
-                             f"{self.tensor_parallel}")
+        if self.replicas < 1:
+            raise ValueError(f"replicas must be at least 1 engine; got {self.replicas}")
         if len(self.urls) != (self.replicas if self.engine == "server" else 0):
             raise ValueError(f"engine = {self.engine!r} with {self.replicas} replicas needs "
                              f"{self.replicas if self.engine == 'server' else 'no'} urls; got {len(self.urls)}")

@@ -18,7 +18,7 @@ from typing import TypeVar
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.settings import RolloutSettings
 from rollart.control.wave import Wave
-from rollart.core.clock import draw, now, stream
+from rollart.core.clock import draw, stream
 from rollart.core.errors import EngineLost, EnvironmentFailed, PortError, ScorerFailed
 from rollart.core.events import EnvironmentClosed, EnvironmentOpened, TurnEnded
 from rollart.core.ports import Environment, EnvironmentPool, Journal, Renderer, Scorer
@@ -63,7 +63,8 @@ class EnvManager:
     def __init__(self, id: TrajectoryId, task: Task, services: Services,
                  on_turn: Callable[[EnvManager], None] = lambda _: None) -> None:
         self.id, self.task, self._s, self._on_turn = id, task, services, on_turn
-        self.started = now()
+        self._now = asyncio.get_running_loop().time  # asked for four times a turn
+        self.started = self._now()
         self.stage, self.since = "waiting", self.started
         self.turns: list[Turn] = []
         self.oldest: Version | None = None
@@ -91,7 +92,7 @@ class EnvManager:
         except PortError as failure:
             return self.trajectory(Outcome.FAILED, error=f"{type(failure).__name__}: {failure}")
         finally:
-            self.stage, self.since = "ended", now()
+            self.stage, self.since = "ended", self._now()
             self._s.proxy.forget(self.id)
 
     async def _rollout(self, wave: Wave | None) -> Outcome:
@@ -140,7 +141,8 @@ class EnvManager:
                                             s.proxy.generate(request))
             text = s.renderer.text(completion)
             nothing: Tokens = Counted(0) if isinstance(context, Counted) else ids()
-            if self.turns and self.turns[-1].fork is None:  # the newer ones cover the whole context
+            if self.turns and self.turns[-1].completion.routes and self.turns[-1].fork is None:
+                # the newer ones cover the whole context
                 self.turns[-1] = replace(self.turns[-1], completion=replace(self.turns[-1].completion, routes=b""))
             self.turns.append(Turn(completion, text, Observation(), nothing))
             oldest = completion.oldest
@@ -176,7 +178,7 @@ class EnvManager:
                 pass  # the pool reaps it; nobody waits for it here
             self._s.journal.emit(EnvironmentClosed(self.id))
 
-        self.stage, self.since = "close", now()
+        self.stage, self.since = "close", self._now()
         closing = asyncio.create_task(close(), name=f"close {self.id}")
         cancelled: asyncio.CancelledError | None = None
         while not closing.done():
@@ -190,7 +192,7 @@ class EnvManager:
     async def _within(self, stage: str, limit: float, failure: type[PortError], work: Awaitable[T]) -> T:
         """`work` under the stage's deadline and what is left of the episode's; its time is added to the stage."""
         left = self._s.settings.episode_seconds - math.fsum(self.seconds.values())
-        self.stage, self.since = stage, now()
+        self.stage, self.since = stage, self._now()
         try:
             async with asyncio.timeout(min(limit, left)):
                 return await work
@@ -198,6 +200,6 @@ class EnvManager:
             what = f"{stage} gave no answer within {limit:g} s" if limit <= left else (
                 f"the {self._s.settings.episode_seconds:g} s of rollout.episode_seconds were used up in {stage}")
             raise failure(f"{self.id} ({self.task.id}) after {len(self.turns)} sampled turns: {what}; "
-                          f"the trajectory is {now() - self.started:.3g} s old") from None
+                          f"the trajectory is {self._now() - self.started:.3g} s old") from None
         finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + now() - self.since
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + self._now() - self.since

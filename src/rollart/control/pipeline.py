@@ -44,7 +44,8 @@ from rollart.core.types import Fate, Group, Restored, StepReport, Version
 
 
 class Checkpoints(Protocol):
-    """Where checkpoints go. `save` returns once the complete marker is written; the ledger is flushed before it."""
+    """Where checkpoints go. `save` asks the trainer before it waits for anything, and returns once the complete marker
+    is written; the ledger is flushed before it."""
 
     async def save(self, version: Version, state: Mapping[str, Any], trainer: Trainer) -> str: ...
 
@@ -77,6 +78,7 @@ class Pipeline:
         self._syncing: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[object] | None = None
         self._stop = False
+        self._saving: asyncio.Task[None] | None = None
         self._saved: Version | None = None
 
     def stop(self) -> None:
@@ -105,7 +107,7 @@ class Pipeline:
                 await self._join_sync()
                 self._advance(groups, report)
                 self._syncing = nursery.create_task(self._sync(buffer.version, nursery), name=f"sync {buffer.version}")
-                await self._checkpoint()
+                await self._checkpoint(nursery)
             rollout.cancel()
             finished = buffer.version >= self.settings.steps
             await self._join_sync()
@@ -200,19 +202,30 @@ class Pipeline:
             await self._syncing
             self._syncing = None
 
-    async def _checkpoint(self, *, now_due: bool = False) -> None:
+    async def _checkpoint(self, nursery: asyncio.TaskGroup, *, now_due: bool = False) -> None:
+        """Begin one if it is due, after the one before; it is of this version, whatever is trained meanwhile."""
         version, every = self.buffer.version, self.settings.checkpoint_every
         due = now_due or version == self.settings.steps or (every and version % every == 0)
         if self.checkpoints and due and self._saved != version:
-            started = now()
-            state = {"version": version, "evaluations": self.evaluator.number if self.evaluator else 0}
-            try:
-                async with asyncio.timeout(self.settings.step_seconds):
-                    path = await self.checkpoints.save(version, state, self.trainer)
-            except TimeoutError:
-                raise TrainerLost(f"checkpoint {version}: no answer within {self.settings.step_seconds:g} s") from None
+            await self._join_checkpoint()
             self._saved = version
-            self.journal.emit(CheckpointSaved(version, path, now() - started))
+            self._saving = nursery.create_task(self._save(version, self.checkpoints), name=f"checkpoint {version}")
+            await asyncio.sleep(0)  # the trainer is asked before its next step is
+
+    async def _save(self, version: Version, checkpoints: Checkpoints) -> None:
+        started = now()
+        state = {"version": version, "evaluations": self.evaluator.number if self.evaluator else 0}
+        try:
+            async with asyncio.timeout(self.settings.step_seconds):
+                path = await checkpoints.save(version, state, self.trainer)
+        except TimeoutError:
+            raise TrainerLost(f"checkpoint {version}: no answer within {self.settings.step_seconds:g} s") from None
+        self.journal.emit(CheckpointSaved(version, path, now() - started))
+
+    async def _join_checkpoint(self) -> None:
+        if self._saving:
+            await self._saving
+            self._saving = None
 
     def _evaluate(self, nursery: asyncio.TaskGroup) -> None:
         """Evaluate the newest live weights beside training; skipped while an evaluation still runs."""
@@ -222,7 +235,8 @@ class Pipeline:
     async def _end(self, finished: bool, nursery: asyncio.TaskGroup) -> None:
         """Everything that still runs is ended and told; a finished run is evaluated once more."""
         await self.rollout.stop(keep=not finished)
-        await self._checkpoint(now_due=True)
+        await self._checkpoint(nursery, now_due=True)
+        await self._join_checkpoint()
         if self._evaluating and finished:
             await self._evaluating
         elif self._evaluating:

@@ -142,20 +142,32 @@ class RolloutScheduler:
             self.drop([id], Fate.STALE, "beyond the staleness bound")
 
     async def _drive(self, group: GroupRun) -> None:
+        """Run the group and close it. After an error of ours it is stopped, not closed: its books are not whole then,
+        the run ends, and the first error is the one that is told."""
         group.began = True
+        error: Exception | None = None
+        cancelled = False
         try:
             if await group.run():
                 self._complete(group)
             else:
                 group.end_fate = Fate.FAILED
                 group.end_reason = f"{group.failures} members failed, the last: {(group.errors or ['?'])[-1]}"
-        finally:
-            try:
-                await group.stop()
-            except asyncio.CancelledError:
-                self._closed(group)
-                raise
-            self._closed(group)  # not after an error: the books are not whole then, and the run ends
+        except asyncio.CancelledError:
+            cancelled = True
+        except Exception as failure:  # noqa: BLE001  raised again below
+            error = failure
+        try:
+            await group.stop()
+        except asyncio.CancelledError:
+            cancelled = True
+        except Exception as failure:  # noqa: BLE001  raised again below
+            error = error or failure
+        if error is not None:
+            raise error
+        self._closed(group)
+        if cancelled:
+            raise asyncio.CancelledError
 
     def _complete(self, group: GroupRun) -> None:
         finished = Group(group.id, group.task, group.born, tuple(group.good))

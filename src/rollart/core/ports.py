@@ -108,7 +108,7 @@ class Scorer(Protocol):
 
 
 class Trainer(Protocol):
-    """The learner. Calls do not overlap, except `publish` with `step`. Raises TrainerLost."""
+    """The learner. Calls do not overlap, except `publish` and `save` with `step`. Raises TrainerLost."""
 
     async def step(self, batch: TrainBatch) -> StepReport: ...
     async def publish(self, version: Version) -> Manifest:
@@ -120,7 +120,8 @@ class Trainer(Protocol):
         ...
 
     async def save(self, folder: Path) -> None:
-        """Write all that `load` needs to go on bit by bit into an existing folder."""
+        """Write all that `load` needs to go on bit by bit into an existing folder: the state at this call, whatever
+        steps are asked for while it is written."""
         ...
 
     async def load(self, folder: Path) -> None: ...

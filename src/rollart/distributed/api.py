@@ -75,8 +75,10 @@ class Worker:
     async def start(self) -> None:
         """Raises what stops it; the caller has a deadline."""
         self.part = await asyncio.to_thread(self.build)
-        if start := getattr(self.part, "start", None):
-            start()
+        for name in ("probe", "start"):
+            begun = getattr(self.part, name, lambda: None)()
+            if inspect.isawaitable(begun):
+                await begun
 
     async def close(self) -> None:
         """End what the worker started."""

@@ -90,7 +90,7 @@ class ResourceManager:
                 return [Placed(need, node, bool(need.pool) and pool != need.pool)]
         room = ", ".join(f"{p} {'+'.join(str(self.free[n.id]) for n in pools[p])}" for p in candidates) or "none"
         raise ConfigError(f"no node has {need.units} free units for {need.name}; free by node of the pools that may "
-                          f"serve it: {room}. Lower replicas or tensor_parallel, or add nodes")
+                          f"serve it: {room}. Lower replicas or the devices of each, or add nodes")
 
 
 def place(needs: Sequence[Need], nodes: Iterable[Node]) -> tuple[Placed, ...]:

@@ -4,6 +4,7 @@
     lock             held (flock) by the process that runs, with its pid inside
     run.db           the ledger          metrics.jsonl   a line a step       status.json   a moment ago
     summary.json     figures             report.html     for people
+    model/               what it began with, for the nodes of a cluster
     checkpoints/000012/complete          the marker is written last; a folder without it does not count
 
 Keeps true: one process at a time writes here, also after a crash; a reader sees a file as it was before or after a
@@ -80,6 +81,7 @@ class RunFolder:
         """Take back a run that never began: what `create` and the ledger made is removed, nothing else."""
         for path in (self.config, self.status, self.metrics, self.path / "lock", *self.path.glob("run.db*")):
             path.unlink(missing_ok=True)
+        _remove(self.path / "model")
         for folder in (self.checkpoints, self.path):
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()

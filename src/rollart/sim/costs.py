@@ -140,16 +140,20 @@ class StepCost:
     kv_s: float = 0.0
     chunk: int = 8192
     capacity: float = float("inf")
+    concurrent: float = float("inf")
     attention: float = 0.0
+    turn_tokens: float = 0.0
+    share_prompts: bool = True
     load_s: float = 8.0
 
     def __post_init__(self) -> None:
         for f in fields(self):
             if not getattr(self, f.name) >= 0:
                 raise ValueError(f"{f.name} must be 0 or more; got {getattr(self, f.name)}")
-        if self.chunk < 1 or not self.capacity or not self.seconds(1, 1, 0):
-            raise ValueError(f"chunk, capacity and the seconds of a step must be above 0; got chunk {self.chunk}, "
-                             f"capacity {self.capacity:g}, {self.seconds(1, 1, 0):g} s")
+        if min(self.chunk, self.concurrent) < 1 or not self.capacity or not self.seconds(1, 1, 0):
+            raise ValueError(f"chunk, concurrent, capacity and the seconds of a step must be above 0; got chunk "
+                             f"{self.chunk}, concurrent {self.concurrent:g}, capacity {self.capacity:g}, "
+                             f"{self.seconds(1, 1, 0):g} s")
 
     def seconds(self, decoding: int, context: float, prefill: float) -> float:
         """One step. context: tokens of KV that the decoding sequences read, all together."""
@@ -161,7 +165,7 @@ class StepCost:
 
     def work(self, new: int, cached: int) -> float:
         """Prefill of `new` tokens behind `cached` ones, in tokens without attention."""
-        return new * (1.0 + self.attention * (cached + new / 2))
+        return self.turn_tokens + new * (1.0 + self.attention * (cached + new / 2))
 
 
 def engine_cost(shape: Shape, gpu: Gpu, tensor_parallel: int, c: Calibration, *, load_s: float = 0.0) -> StepCost:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from rollart.core.clock import now, stream
+from rollart.core.clock import stream
 from rollart.core.errors import EngineLost
 from rollart.core.tokens import Counted
 from rollart.core.types import Completion, Finish, GenerateRequest, Manifest, TrajectoryId, Version
@@ -53,6 +53,7 @@ class SimEngine:
     def __init__(self, id: str, pool: str, *, seed: int, cost: StepCost, says: Says,
                  violated: Callable[[str, str], None]) -> None:
         self.id, self.pool, self.cost, self._says, self._violated = id, pool, cost, says, violated
+        self._loop = asyncio.get_running_loop()
         self.version: Version | None = None
         self.up = True
         self.kv: dict[TrajectoryId, tuple[int, Version]] = {}
@@ -94,7 +95,7 @@ class SimEngine:
         if request.max_tokens < 1:
             self._violated("I1", f"{request.trajectory} asks {self.id} for {request.max_tokens} tokens")
         number = next(self._numbers)
-        turn = self._turns[number] = _Turn(request, asyncio.get_running_loop().create_future(), length)
+        turn = self._turns[number] = _Turn(request, self._loop.create_future(), length)
         if prefilled:
             self.kv[request.trajectory] = (len(request.context), self.version or 0)
             self._cached += len(request.context)
@@ -131,7 +132,7 @@ class SimEngine:
         """What was in flight is computed again before it decodes on."""
         self._alive()
         self._paused = False
-        self._stamp = now()
+        self._stamp = self._loop.time()
         if self._swapped:
             self._swapped = False
             for number in [*(n for n, turn in self._turns.items() if turn.held)]:
@@ -200,7 +201,7 @@ class SimEngine:
 
     def _admit(self) -> None:
         """Start the prefill of waiting turns, in order, as long as their context fits."""
-        while self._waiting:
+        while self._waiting and len(self._prefills) + self._decoding < self.cost.concurrent:
             number = self._waiting[0]
             turn = self._turns[number]
             request = turn.request
@@ -213,7 +214,7 @@ class SimEngine:
             if not self._fit(context + 1) and (self._prefills or self._decoding):
                 return  # its own KV is gone too: it made room
             self._waiting.popleft()
-            if request.turn == 0 and not cached:
+            if request.turn == 0 and not cached and self.cost.share_prompts:
                 cached = self._prompts.get((request.trajectory.kind, request.trajectory.group), 0)
             self._queue_prefill(number, min(cached, context - 1))
 
@@ -258,13 +259,13 @@ class SimEngine:
     def _advance(self) -> None:
         """Account for the steps since the last change."""
         if self._timer is not None:
-            passed = now() - self._stamp
+            passed = self._loop.time() - self._stamp
             self.busy += passed
             steps = passed / self._step_s
             self._work += steps * self._chunk
             if self._decoding:
                 self._steps += steps
-        self._stamp = now()
+        self._stamp = self._loop.time()
 
     def _arm(self) -> None:
         """Set the pace, and the one timer to the next turn that changes its state."""
@@ -288,7 +289,7 @@ class SimEngine:
             if self.cost.capacity < float("inf"):
                 steps = min(steps, max(1.0, self.cost.capacity - self._used) / self._decoding)
         self._step_s = self.cost.seconds(self._decoding, context + self._decoding * steps / 2, self._chunk)
-        self._timer = asyncio.get_running_loop().call_later(steps * self._step_s, self._tick)
+        self._timer = self._loop.call_later(steps * self._step_s, self._tick)
 
     def _ends_so(self, step: float, number: int) -> bool:
         """Whether a heap entry still says when its turn ends."""

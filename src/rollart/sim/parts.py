@@ -243,8 +243,9 @@ class SimTrainer:
         await asyncio.sleep(0.0)
 
     async def save(self, folder: Path) -> None:
+        version = self.version
         await asyncio.sleep(self._save_s)
-        self._saved[folder] = self.version
+        self._saved[folder] = version
 
     async def load(self, folder: Path) -> None:
         await asyncio.sleep(self._save_s)

@@ -91,6 +91,10 @@ class Record:
     actions: tuple[int, ...]
     observations: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if min(self.prompt, *self.actions, *self.observations) < 0:
+            raise ValueError(f"a record's lengths must be at least 0; got {self}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Load:

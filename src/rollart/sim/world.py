@@ -7,6 +7,7 @@ while it runs, and at its end that nothing is left open (environments, turns, KV
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -204,7 +205,8 @@ class SimRun:
         self.digest, self.honesty = Digest(), _Honesty(self.scorer, self.tasks, restored, violated)
         told = [self.digest] if digest else []
         self.steps = _Steps()
-        self.journal = Journal([*told, self.invariants, self.honesty, self.steps, *subscribers])
+        self.journal = Journal([*told, self.invariants, self.honesty, self.steps, *subscribers],
+                               asyncio.get_running_loop().time)
         self.pipeline = self._pipeline()
 
     def _engine(self, id: str, name: str, pool: SimPool) -> SimEngine | DisaggregatedEngine:

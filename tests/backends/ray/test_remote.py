@@ -8,14 +8,13 @@ import signal
 import time
 
 import pytest
+import ray
 
-ray = pytest.importorskip("ray")
-
-from rollart.backends.ray.cluster import RayCluster  # noqa: E402
-from rollart.backends.ray.host import Shared  # noqa: E402
-from rollart.backends.ray.remote import Remote  # noqa: E402
-from rollart.backends.ray.settings import ClusterSettings  # noqa: E402
-from rollart.core.errors import ConfigError, EngineLost, NoCapacity  # noqa: E402
+from rollart.backends.ray.cluster import RayCluster
+from rollart.backends.ray.host import Shared
+from rollart.backends.ray.remote import Remote
+from rollart.backends.ray.settings import ClusterSettings
+from rollart.core.errors import ConfigError, EngineLost, NoCapacity
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -100,8 +99,8 @@ def test_a_silent_actor_is_lost_and_one_that_cannot_start_says_why(joined):
             await echo(lambda: {"resources": {"H900": 1}}, start=3.0).start()
         with pytest.raises(ConfigError, match="must name a Worker class"):
             await echo(worker="ray_workers:Missing").start()
+        joined._settings = ClusterSettings(start_seconds=2)
         with pytest.raises(NoCapacity, match="found no room"):
-            joined._settings = ClusterSettings(start_seconds=2)
             await joined.reserve([{"H800": 99.0}], "a giant")
     asyncio.run(play())
 
@@ -110,4 +109,4 @@ def test_the_inventory_is_what_the_nodes_say(joined):
     pools = {}
     for node in joined.nodes():
         pools.setdefault(node.pool, []).append((node.units, node.accelerated))
-    assert pools == {"H800": [(2, True)], "H20": [(1, True)], "CPU": [(2, False), (2, False)]}
+    assert pools == {"H800": [(4, True)], "H20": [(1, True)], "CPU": [(2, False), (2, False)]}

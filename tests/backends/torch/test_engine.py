@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 
 import pytest
 import torch
@@ -228,6 +229,30 @@ def test_weights_that_are_gone_or_do_not_fit_leave_the_old_ones_serving():
         manifest = weights.put(7, MODELS[1].state_dict())
         await engine.load_weights(manifest)
         assert checksum(engine._runner.model.state_dict()) == manifest.checksum
+    running(test)
+
+
+def test_weights_are_fetched_while_tokens_are_sampled_and_the_load_fetches_no_more():
+    async def test(engine, weights):
+        get, asked = weights.get, []
+
+        def slow(manifest):
+            asked.append(manifest)
+            time.sleep(0.3)
+            return get(manifest)
+        weights.get = slow
+        manifest, sampled_before = weights.put(1, MODELS[1].state_dict()), engine.stats().generated
+        turns = [asyncio.create_task(engine.generate(request(member, max_tokens=200))) for member in range(4)]
+        await engine.prefetch(manifest)
+        assert engine.stats().generated > sampled_before
+        await engine.suspend()
+        await engine.load_weights(manifest)
+        await engine.resume()
+        await asyncio.gather(*turns)
+        assert asked == [manifest]
+        assert checksum(engine._runner.model.state_dict()) == manifest.checksum
+        await engine.load_weights(weights.put(2, MODELS[2].state_dict()))  # not fetched before: it is now
+        assert checksum(engine._runner.model.state_dict()) == asked[1].checksum
     running(test)
 
 

@@ -370,7 +370,8 @@ def test_a_falling_schedule_needs_its_length():
 
 @pytest.mark.parametrize("bad", [{"learning_rate": 0.0}, {"precision": "fp8"}, {"threads": -1},
                                  {"schedule": "linear", "warmup_steps": 5, "total_steps": 5}, {"beta2": 1.0},
-                                 {"total_steps": 5}, {"minibatches": 0}, {"max_grad_norm": -1.0}])
+                                 {"total_steps": 5}, {"minibatches": 0}, {"ranks": 0}, {"device": "cuda:1", "ranks": 2},
+                                 {"max_grad_norm": -1.0}])
 def test_settings_name_the_field_that_is_wrong(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         LearnerSettings(**bad)

@@ -11,6 +11,7 @@ import torch
 from rollart.algo.catalogue import ALGORITHMS, function, pieces
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.torch.diagnostics import TokenStats
+from rollart.backends.torch.fsdp import Alone
 from rollart.backends.torch.learner import TorchTrainer
 from rollart.backends.torch.losses import ActionTokens, approximated, policy_loss
 from rollart.backends.torch.settings import LearnerSettings, SmallModel
@@ -122,8 +123,8 @@ def samples(count=8, version=3):
 
 def work_of(algo, micro=10_000, **shape):
     trained = model(**shape)
-    work = StepWork(trained, replace(LEARNER, micro_batch_tokens=micro), algo, 0.8, CPU, lambda: None,
-                    model(**shape) if algo.reference == "copy" else None)
+    work = StepWork(trained, replace(LEARNER, micro_batch_tokens=micro), algo, 0.8, 0, Alone(CPU),
+                    reference=model(**shape) if algo.reference == "copy" else None)
     return trained, work
 
 

@@ -14,8 +14,6 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
 import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -45,16 +43,17 @@ class RayCluster:
 
     def connect(self) -> None:
         """Join the cluster at the settings' address, or start a local one. Raises ConfigError; nothing is left then."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray._private.worker.print_to_stdstream = lambda *_, **__: None  # pages about a lost node, over our own output
         address = self._settings.address
         if ray.is_initialized():
             raise ConfigError("this process uses a Ray cluster already: end that run first")
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": None}
         try:
             if address == "local":
                 address = self._start_local()
             elif address != "auto":
                 _knock(address)
-            ray.init(address=address, **{k: v for k, v in quiet.items() if v is not None})
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             self.close()
             raise ConfigError(f"no Ray cluster at {self._settings.address!r}: {str(error).splitlines()[0]}; start one "

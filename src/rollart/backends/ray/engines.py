@@ -1,14 +1,13 @@
-"""Engines in actors as the control plane's `Engine`s, and the `Cluster` that starts them again.
+"""Engines in actors as the control plane's `Engine`s.
 
-Keeps true: a dead actor fails its turns with EngineLost at once and is told to the supervisor once; a restarted one
-serves only after it has loaded weights. What an actor sampled of a turn dies with it: the turn begins again elsewhere,
+Keeps true: a dead actor fails its turns with EngineLost at once and is told to who watches once; a restarted one serves
+only after it has loaded weights. What an actor sampled of a turn dies with it: the turn begins again elsewhere,
 from the tokens of the turns before.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from rollart.backends.ray.remote import Remote
@@ -26,8 +25,15 @@ class RemoteEngine:
     def lost(self) -> str | None:
         return self.remote.dead
 
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """`callback(engine id)` runs on the event loop whenever the actor dies."""
+        self.remote.on_dead(lambda: callback(self.id))
+
     async def generate(self, request: GenerateRequest) -> Completion:
         return await self.remote.call("generate", request)
+
+    async def prefetch(self, manifest: Manifest) -> None:
+        await self.remote.call("prefetch", manifest)
 
     async def suspend(self) -> None:
         await self.remote.call("suspend")
@@ -51,19 +57,3 @@ class RemoteEngine:
         """The figures that came with the last answers."""
         return SimpleNamespace(**{**dict.fromkeys(("running", "waiting", "kv_tokens", "generated", "reused"), 0),
                                   **self.remote.stats})
-
-
-class RemoteCluster:
-    """The core's `Cluster` over engines in actors."""
-
-    def __init__(self, engines: Sequence[RemoteEngine]) -> None:
-        self._engines = {engine.id: engine for engine in engines}
-        self._lost: asyncio.Queue[str] = asyncio.Queue()  # at most one word for each start of an engine
-        for engine in engines:
-            engine.remote.on_dead(lambda id=engine.id: self._lost.put_nowait(id))
-
-    async def wait_lost(self) -> str:
-        return await self._lost.get()
-
-    async def restart(self, engine: str) -> None:
-        await self._engines[engine].restart()

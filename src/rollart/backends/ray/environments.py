@@ -20,8 +20,6 @@ from rollart.core.errors import ConfigError, EnvironmentFailed, NoCapacity, Stal
 from rollart.core.types import Action, Observation, Task
 
 WATCH_SECONDS = 2.0
-AGAIN_SECONDS = 5.0
-"""Pause before a node whose actor did not start is tried again."""
 
 
 class RemoteEnvironments:
@@ -33,10 +31,10 @@ class RemoteEnvironments:
         self._changed = Changed()
         self._open: Counter[str] = Counter()
         self._starting: dict[str, asyncio.Task[None]] = {}
-        self._not_before: dict[str, float] = {}
         self._watching: asyncio.Task[None] | None = None
-        self.lost_nodes = self.recoveries = 0
-        self.recovery_seconds: list[float] = []
+        self.lost_nodes = 0
+        self.recoveries: list[float] = []
+        """Seconds from each loss of a node's actor to its next start."""
         self._down: dict[str, float] = {}
         self._opened = self._failed = 0
 
@@ -105,8 +103,7 @@ class RemoteEnvironments:
                 del self._hosts[node]
             for node in nodes:
                 host = self._hosts.get(node)
-                if (host is None or host.dead is not None) and node not in self._starting \
-                        and now() >= self._not_before.get(node, 0.0):
+                if (host is None or host.dead is not None) and node not in self._starting:
                     self._starting[node] = asyncio.create_task(self._start(node), name=f"environments on {node}")
             await asyncio.sleep(WATCH_SECONDS)
 
@@ -119,9 +116,9 @@ class RemoteEnvironments:
             self._hosts[node] = host
             self._open[node] = 0
             if node in self._down:
-                self.recovery_seconds.append(now() - self._down.pop(node))
+                self.recoveries.append(now() - self._down.pop(node))
         except (NoCapacity, ConfigError):
-            self._not_before[node] = now() + AGAIN_SECONDS
+            pass  # the watch tries again
         finally:
             del self._starting[node]
             self._changed.notify()

@@ -37,8 +37,7 @@ class Host:
     async def start(self) -> dict[str, Any]:
         """Build the worker and start it. Raises ConfigError as a value: Ray would wrap it."""
         try:
-            spec = {name: await v.ref if isinstance(v, Shared) else v for name, v in self._spec.items()}
-            self._worker = await asyncio.to_thread(worker_class(self._name, self._role), spec)
+            self._worker = await asyncio.to_thread(worker_class(self._name, self._role), self._spec)
             await self._worker.start()
         except RollArtError as error:
             return {"error": error}

@@ -32,8 +32,8 @@ class Remote:
     def __init__(self, name: str, worker: str, role: str, spec: Mapping[str, Any],
                  options: Callable[[], Mapping[str, Any]], lost: type[PortError], *, start_seconds: float,
                  silent_seconds: float) -> None:
-        self.name, self._worker, self._role, self._spec, self._options, self._lost = (name, worker, role, spec, options,
-                                                                                    lost)
+        self.name, self._worker, self._role, self._spec = name, worker, role, spec
+        self._options, self._lost = options, lost
         self._start_seconds, self._silent_seconds = start_seconds, silent_seconds
         self.dead: str | None = "not started"
         self.pid = 0
@@ -178,6 +178,6 @@ class Remote:
 
 
 def _line(error: BaseException) -> str:
-    """Ray's errors are pages; their first lines say it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
+    """Ray's errors are pages: what happened is in the first line, of what the worker raised in the last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {' '.join(dict.fromkeys((lines[0], lines[-1])))[:400]}"

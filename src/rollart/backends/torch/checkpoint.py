@@ -38,13 +38,12 @@ def load_model(folder: Path | str, device: str | torch.device = "cpu",
                dtype: torch.dtype = torch.float32) -> Transformer:
     """The model of a Hugging Face folder. Raises ConfigError, in one line, for anything that is not a whole model of
     a supported kind: a missing file, an unsupported model_type, a missing or unknown tensor, a wrong shape."""
-    folder = Path(folder)
-    config = load_config(folder)
+    config, tensors = read_model(folder)
     with torch.device("meta"):
         model = Transformer(config)
     model = model.to(dtype).to_empty(device=device)
     try:
-        load_into(model, _tensors(folder, config))
+        load_into(model, tensors)
     except ValueError as wrong:
         raise ConfigError(f"{folder}: {wrong}") from None
     return model
@@ -55,17 +54,28 @@ def load_config(folder: Path | str) -> ModelConfig:
     return ModelConfig.from_hf(_read_json(Path(folder), "config.json"))
 
 
+def read_model(folder: Path | str) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Shape and tensors of a Hugging Face folder. Raises ConfigError."""
+    config = load_config(folder)
+    return config, _tensors(Path(folder), config)
+
+
 def save_model(model: Transformer, folder: Path | str, chat: SavedChat) -> None:
     """Write config, weights (adapters merged in), generation defaults, tokenizer and chat template into `folder` (made
     if missing)."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in plain_state(model).items()}
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    ends = {"eos_token_id": list(chat.stop), "pad_token_id": chat.padding, "bos_token_id": None}
-    _write_json(folder / "config.json", {**model.config.to_hf(), "dtype": dtype, **ends})
-    _write_json(folder / "generation_config.json", {"do_sample": True, "temperature": 1.0, **ends})
+    save_shape(model.config, folder, chat, next(iter(tensors.values())).dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_shape(config: ModelConfig, folder: Path, chat: SavedChat, dtype: torch.dtype = torch.float32) -> None:
+    """All of `save_model` but the weights, which have type `dtype`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ends = {"eos_token_id": list(chat.stop), "pad_token_id": chat.padding, "bos_token_id": None}
+    _write_json(folder / "config.json",
+                {**config.to_hf(), "dtype": str(dtype).removeprefix("torch."), **ends})
+    _write_json(folder / "generation_config.json", {"do_sample": True, "temperature": 1.0, **ends})
     chat.save(folder)
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from rollart.algo.advantages import gae
-from rollart.algo.packing import pack
 from rollart.algo.settings import AlgoSettings
+from rollart.backends.torch.fsdp import Alone
 from rollart.backends.torch.scoring import pack_sequences
 from rollart.backends.torch.transformer import Transformer
 from rollart.core.types import Sample
@@ -53,16 +53,17 @@ class Critic(nn.Module):
         values = values.float() if values.dtype is torch.bfloat16 else values
         return values[packed.scored], values[packed.ends], packed.counts
 
-    def estimate(self, samples: Sequence[Sample], algo: AlgoSettings, max_tokens: int, device: torch.device,
+    def estimate(self, samples: Sequence[Sample], algo: AlgoSettings, ranks: Alone, bins: Sequence[Sequence[int]],
                  precision: Callable[[], AbstractContextManager[Any]]) -> list[Estimate]:
-        """Of each sample, in order; whitened over the action tokens of the batch or of each domain if so set."""
-        values: list[Tensor] = [torch.empty(0)] * len(samples)
-        ends = [0.0] * len(samples)
-        for members in pack([len(sample.ids) for sample in samples], max_tokens):
+        """Of each sample, in order; whitened over the action tokens of the batch or of each domain if so set. `bins`:
+        this rank's micro-batches, by index; an empty one is a pass that only joins the others'."""
+        device, mine = ranks.device, []
+        for members in bins:
             with torch.no_grad(), precision():
-                said, after, counts = self([samples[i] for i in members], device)
-            for i, own, end in zip(members, said.cpu().split(counts), after.tolist(), strict=True):
-                values[i], ends[i] = own, end
+                said, after, counts = self([samples[i] for i in members or (0,)], device)
+            mine += list(zip(members, said.cpu().split(counts), after.tolist(), strict=False))
+        seen = {i: (own, end) for told in ranks.gather(mine, everywhere=True) for i, own, end in told}
+        values, ends = [seen[i][0] for i in range(len(samples))], [seen[i][1] for i in range(len(samples))]
         advantages = _advantages(samples, values, ends, algo)
         returns = [own + value.double() for own, value in zip(advantages, values, strict=True)]
         if algo.whiten != "none":

@@ -6,6 +6,7 @@ staleness, as NAME_age0, NAME_age1, NAME_age2, NAME_age3 (three and more version
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +32,16 @@ class TokenStats:
         for name, values in (("importance", made.importance), ("weight", made.weight), ("clipped", made.clipped),
                              ("gap", tokens.proximal - tokens.behaviour), ("entropy", entropy), ("age", tokens.age)):
             self.rows.setdefault(name, []).append(values.detach())
+
+    def joined(self) -> dict[str, Tensor]:
+        """All that was added, on the host: what one rank tells another."""
+        return {name: torch.cat(parts).cpu() for name, parts in self.rows.items()}
+
+    @classmethod
+    def of(cls, ranks: Sequence[Mapping[str, Tensor]]) -> TokenStats:
+        """Of several ranks together; some may have none."""
+        told = [own for own in ranks if own]
+        return cls({name: [own[name] for own in told] for name in (told[0] if told else ())})
 
     def metrics(self, cap: float) -> dict[str, float]:
         """Of all tokens that were added; nothing without any. `importance_capped`: share of tokens above `cap`.

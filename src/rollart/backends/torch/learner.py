@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TypeVar
 
 import torch
@@ -29,17 +28,17 @@ from torch import Tensor
 
 from rollart.algo.settings import AlgoSettings
 from rollart.backends.torch.checkpoint import sync_folder
-from rollart.backends.torch.lora import adapter_state, add_adapter, base_checksum, load_adapter, save_adapter
-from rollart.backends.torch.optimizer import make_optimizer, rate_at
+from rollart.backends.torch.fsdp import OPTIMIZER, Alone
+from rollart.backends.torch.lora import add_adapter, base_checksum, load_adapter, save_adapter
 from rollart.backends.torch.settings import LearnerSettings, LoraSettings
-from rollart.backends.torch.step import Rows, StepWork
+from rollart.backends.torch.step import StepWork, check
 from rollart.backends.torch.threads import choose_device, claim
 from rollart.backends.torch.transformer import Transformer
 from rollart.backends.weights import Writer
 from rollart.backends.weights.memory import load_into
-from rollart.core.clock import draw, stream
-from rollart.core.errors import ConfigError, InvariantViolated, TrainerLost
-from rollart.core.types import Manifest, Sample, StepReport, TrainBatch, Version
+from rollart.core.clock import draw
+from rollart.core.errors import InvariantViolated, TrainerLost
+from rollart.core.types import Manifest, StepReport, TrainBatch, Version
 
 Result = TypeVar("Result")
 
@@ -57,34 +56,20 @@ class TorchTrainer:
                  temperature: float = 1.0, seed: int = 0, export: Callable[[Path], None] | None = None,
                  reference: Transformer | None = None, lora: LoraSettings | None = None, base: str = "",
                  cores: Sequence[int] = ()) -> None:
-        if settings.schedule != "constant" and not settings.total_steps:
-            raise ConfigError(f"schedule {settings.schedule} needs total_steps, its length; got 0")
-        if not temperature > 0:
-            raise ConfigError(f"training needs a sampling temperature above 0; got {temperature:g}")
-        if (algo.reference == "copy") != (reference is not None):
-            given = "a" if reference is not None else "no"
-            raise ConfigError(f"algorithm.reference = {algo.reference!r} and the reference model go together; got "
-                              f"{given} reference model: set both or neither")
-        if algo.reference == "adapter_off" and lora is None:
-            raise ConfigError("algorithm.reference = 'adapter_off' needs an adapter: set [lora], or reference = 'copy'")
+        check(settings, algo, temperature, reference=reference is not None, adapters=lora is not None)
         self.settings, self.algo, self.version = settings, algo, 0
-        self._weights, self._seed, self._export, self._lora, self._base = weights, seed, export, lora, base
+        self._weights, self._export, self._lora, self._base = weights, export, lora, base
         self._device = choose_device(settings.device)
         self._model = model.to(self._device)
         if next(model.parameters()).dtype in (torch.bfloat16, torch.float16):  # small updates would round away
             self._model = model.float()
-        self._work = StepWork(self._model, settings, algo, temperature, self._device, self._check_stop,
-                              reference.to(self._device).requires_grad_(False) if reference is not None else None)
-        if lora is not None:
-            add_adapter(self._model, lora, draw(seed, "lora"))
-        self._model.checkpointing = settings.gradient_checkpointing
-        betas = (settings.beta1, settings.beta2)
-        self._work.optimizer = make_optimizer(self._model, betas=betas, eps=settings.eps,
-                                              weight_decay=settings.weight_decay)
+        self._work = StepWork(
+            self._model, settings, algo, temperature, seed, Alone(self._device), self._check_stop, reference,
+            partial(add_adapter, self._model, lora, draw(seed, "lora")) if lora is not None else lambda: None)
         self._stop = threading.Event()
         self._thread = ThreadPoolExecutor(1, "learner", claim, (settings.threads, cores))
         self._publisher = ThreadPoolExecutor(1, "publish", torch.set_num_threads, (1,))  # copies and sums, no more
-        self._copy = self._snapshot()
+        self._copy = self._work.snapshot()
 
     async def step(self, batch: TrainBatch) -> StepReport:
         """Version `batch.version` to the next. Raises TrainerLost; `load` is the way on then, and after a cancel."""
@@ -131,39 +116,8 @@ class TorchTrainer:
             raise TrainerLost(f"learner at version {self.version}: {error}") from error
 
     def _step(self, batch: TrainBatch) -> tuple[StepReport, dict[str, Tensor]]:
-        started = time.perf_counter()
-        settings = self.settings
-        share = rate_at(batch.version, settings.schedule, settings.warmup_steps, settings.total_steps)
-        work = self._work
-        work.begin(batch, share)
-        parts = [work.rows(part, batch.version) for part in self._minibatches(batch)]
-        if self.algo.proximal == "recomputed":
-            self._recompute(parts[1:])
-        for part in parts:
-            work.update(part)
-        copy = self._snapshot()
-        seconds = time.perf_counter() - started
-        tokens = sum(len(sample.ids) for sample in batch.samples)
-        metrics = work.metrics(batch) | {"tokens_per_second": tokens / seconds}
-        return StepReport(batch.version, seconds, tokens, metrics), copy
-
-    def _recompute(self, parts: Sequence[Rows]) -> None:
-        """Log-probabilities under the weights at the step's start, for what is trained on after its first update."""
-        for row in (row for part in parts for row in part.rows):
-            self._check_stop()
-            row.proximal = self._work.score(row)
-
-    def _minibatches(self, batch: TrainBatch) -> Iterator[list[Sample]]:
-        """Samples in an order drawn from seed and version, dealt out; none is empty."""
-        samples = list(batch.samples)
-        stream(self._seed, "minibatches", batch.version).shuffle(samples)
-        count = min(self.settings.minibatches, len(samples))
-        return (samples[i::count] for i in range(count))
-
-    def _snapshot(self) -> dict[str, Tensor]:
-        """What is published: the adapters if there are any, else everything."""
-        state = adapter_state(self._model) or self._model.state_dict()
-        return {name: tensor.detach().clone() for name, tensor in state.items()}
+        report = self._work.step(batch)
+        return report, self._work.copy
 
     def _check_stop(self) -> None:
         if self._stop.is_set():
@@ -174,24 +128,24 @@ class TorchTrainer:
         if self._export is not None:
             self._export(folder)
         elif self._lora is None:
-            save_file({name: tensor.cpu() for name, tensor in self._snapshot().items()}, folder / "model.safetensors")
+            save_file({name: tensor.cpu() for name, tensor in self._copy.items()}, folder / "model.safetensors")
         if self._lora is not None:
             save_adapter(self._model, folder, self._lora, self._base)
         base = {"base": base_checksum(self._model)} if self._lora is not None else {}
-        torch.save({"version": version, **base, **self._work.state()}, folder / "optimizer.pt")
+        torch.save(self._work.tensors(version) | base, folder / OPTIMIZER)
         sync_folder(folder)
 
     def _load(self, folder: Path) -> tuple[Version, dict[str, Tensor]]:
+        tensors = self._work.tensors(0)
+        if self._lora is not None:
+            if torch.load(folder / OPTIMIZER, weights_only=True).get("base") != base_checksum(self._model):
+                raise TrainerLost(f"the adapter in {folder} was trained on another base model than this one: the "
+                                  "model folder or the warm start has changed since")
+            load_adapter(self._model, folder)
+        self._work.ranks.read(tensors, folder)
         try:
-            saved = torch.load(folder / "optimizer.pt", map_location=self._device, weights_only=True)
-            if self._lora is not None:
-                if saved.get("base") != base_checksum(self._model):
-                    raise TrainerLost(f"the adapter in {folder} was trained on another base model than this one: the "
-                                      "model folder or the warm start has changed since")
-                load_adapter(self._model, folder)
-            else:
+            if self._lora is None:
                 load_into(self._model, load_file(folder / "model.safetensors"))
-        except (UnpicklingError, SafetensorError) as error:
+        except SafetensorError as error:
             raise TrainerLost(f"{folder} holds no whole checkpoint: {error}") from error
-        self._work.restore(saved)
-        return saved["version"], self._snapshot()
+        return int(tensors["version"]), self._work.snapshot()

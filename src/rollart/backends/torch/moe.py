@@ -8,7 +8,6 @@ T tokens, E experts of which each token takes k.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +19,14 @@ UNKNOWN = 255
 """An expert number that stands for: not recorded."""
 
 
-@dataclass(slots=True)
 class Routing:
     """Of one forward pass: `replay` [T, layers, k] uint8 says which experts to take (None: the router's choice);
-    `chosen` [T, k] and `probabilities` [T, E] of every layer are noted there."""
+    `chosen` [T, k] and `probabilities` [T, E] of every layer are noted there. Of dataclasses FSDP2 makes copies."""
 
-    replay: Tensor | None = None
-    chosen: dict[int, Tensor] = field(default_factory=dict)
-    probabilities: dict[int, Tensor] = field(default_factory=dict)
+    def __init__(self, replay: Tensor | None = None) -> None:
+        self.replay = replay
+        self.chosen: dict[int, Tensor] = {}
+        self.probabilities: dict[int, Tensor] = {}
 
 
 class MLP(nn.Module):
@@ -62,7 +61,8 @@ class Experts(nn.Module):
         if self.norm_topk:
             weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
-        for expert in chosen.unique().tolist():
+        # With a gradient every expert takes part, if with no token: each has a gradient of 0 then, on every rank alike.
+        for expert in range(len(self.experts)) if torch.is_grad_enabled() else chosen.unique().tolist():
             rows, slots = torch.where(chosen == expert)
             mixed = self.experts[expert](x[rows]) * weights[rows, slots, None]
             out = out.index_add(0, rows, mixed.to(out.dtype))

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def rate_at(step: int, schedule: str, warmup_steps: int, total_steps: int) -> float:
@@ -22,16 +23,21 @@ def rate_at(step: int, schedule: str, warmup_steps: int, total_steps: int) -> fl
     return 1.0 - done if schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The context of a forward pass; `auto` takes bfloat16 where the hardware multiplies it natively."""
+def half_precision(precision: str, device: torch.device) -> bool:
+    """Whether products are in bfloat16; `auto` takes it where the hardware multiplies it natively."""
     if precision == "auto":
         if device.type == "cuda":
             native = torch.cuda.is_bf16_supported()
         else:
             found = getattr(torch.cpu, "get_capabilities", dict)()
             native = bool(found.get("avx512_bf16") or found.get("amx_bf16"))
-        precision = "bfloat16" if native else "float32"
-    return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
+        return native
+    return precision == "bfloat16"
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """The context of a forward pass over float32 weights."""
+    return torch.autocast(device.type, torch.bfloat16) if half_precision(precision, device) else nullcontext()
 
 
 def make_optimizer(model: torch.nn.Module, *, betas: tuple[float, float], eps: float,
@@ -44,14 +50,24 @@ def make_optimizer(model: torch.nn.Module, *, betas: tuple[float, float], eps: f
 
 
 def apply_gradient(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float, max_norm: float) -> float:
-    """One optimizer step at learning rate `rate`; returns the gradient's norm before clipping. Clears the gradient.
+    """One optimizer step at learning rate `rate`; returns the gradient's norm before clipping, over all ranks where the
+    parameters are sharded. Clears the gradient.
 
     A norm that is not finite changes nothing.
     """
-    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf))
+    total = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+    norm = float(getattr(total, "full_tensor", lambda: total)())
     if math.isfinite(norm):
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+def moments(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """AdamW's state by the parameter's name, sharded as the parameter is; zeros before its first step. In place."""
+    for parameter in (p for p in module.parameters() if p.requires_grad and not optimizer.state[p]):
+        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device),
+                                      "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+    return {name: optimizer.state[p] for name, p in module.named_parameters() if p.requires_grad}

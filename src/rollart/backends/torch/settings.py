@@ -99,6 +99,8 @@ class LearnerSettings:
     gradient_checkpointing: keep only each layer's input for the backward pass and compute the rest again: less memory,
         about a third more time.
     routing_replay: of a mixture of experts, train with the experts that the engine took where it recorded them.
+    ranks: processes that share the learner's work and weights (1: the learner is in the run's own process).
+    rank_seconds: longest wait of a rank for the others, and of the run for all ranks to start.
     """
 
     learning_rate: float = 3e-4
@@ -117,9 +119,11 @@ class LearnerSettings:
     device: str = "auto"
     gradient_checkpointing: bool = False
     routing_replay: bool = True
+    ranks: int = 1
+    rank_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps"):
+        for name in ("learning_rate", "eps", "rank_seconds"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ValueError(f"{name} must be a finite number above 0; got {getattr(self, name)!r}")
         for name in ("weight_decay", "max_grad_norm"):
@@ -128,12 +132,15 @@ class LearnerSettings:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)!r}")
-        for name in ("micro_batch_tokens", "minibatches"):
+        for name in ("micro_batch_tokens", "minibatches", "ranks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}")
         if self.threads < 0:
             raise ValueError(f"threads must be 0 (its share of the cores) or more; got {self.threads!r}")
         check_schedule(self.schedule, self.warmup_steps, self.total_steps)
+        if self.ranks > 1 and ":" in self.device:
+            raise ValueError(f"device must be auto, cpu or cuda where {self.ranks} ranks each take their own; got "
+                             f"{self.device!r}")
         if self.precision not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"precision must be auto, float32 or bfloat16; got {self.precision!r}")
 

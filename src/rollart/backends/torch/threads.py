@@ -33,10 +33,12 @@ def claim(threads: int, cores: Sequence[int]) -> None:
         os.sched_setaffinity(0, cores)  # 0 is the calling thread; those it starts inherit the cores
 
 
-def choose_device(name: str) -> torch.device:
-    """Raises ConfigError for a device that this machine does not have."""
+def choose_device(name: str, rank: int | None = None) -> torch.device:
+    """`rank`: among the processes that share this machine's GPUs. Raises ConfigError for a device that is not there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and rank is not None and torch.cuda.is_available():
+        name = f"cuda:{rank % torch.cuda.device_count()}"
     try:
         device = torch.device(name)
     except RuntimeError:

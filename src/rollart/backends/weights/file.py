@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rollart.backends.weights.image import Header, Plan
+from rollart.backends.weights.image import Image, read
 from rollart.backends.weights.settings import WeightsSettings
 from rollart.core.errors import ConfigError, EngineLost, TrainerLost
 from rollart.core.types import Manifest, Version
@@ -28,11 +28,11 @@ FILE = "model.safetensors"
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time makes or removes writers' folders."""
+def _locked(folder: Path, how: int) -> Iterator[None]:
+    """Raises OSError when it is gone, or (LOCK_NB) another process has it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        fcntl.flock(handle, how)
         yield
     finally:
         os.close(handle)
@@ -47,62 +47,55 @@ class FileWriter:
         self._number = itertools.count()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with _locked(self._folder):
+            with _locked(self._folder, fcntl.LOCK_EX):
                 self._own = Path(tempfile.mkdtemp(prefix="w", dir=self._folder))
-                self._lock = os.open(self._own, os.O_RDONLY)
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                self._lock = _locked(self._own, fcntl.LOCK_EX)
+                self._lock.__enter__()
         except OSError as error:
             raise ConfigError(f"weights.folder = '{settings.folder}' cannot be used ({error.strerror}): set another") \
                 from None
 
     def put(self, version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
-        plan, number = Plan(version, tensors, self._bucket_mb), next(self._number)
-        partial, final = self._own / f".v{version}-{number}", self._own / f"v{version}-{number}"
-        start = len(plan.header())
+        image, name = Image(version, tensors, self._bucket_mb), f"v{version}-{next(self._number)}"
+        partial, start = self._own / f".{name}", len(image.raw)
         try:
             partial.mkdir()
             with (partial / FILE).open("w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, start + plan.nbytes)  # a full disk is an error here, not SIGBUS
-                image = torch.from_file(str(partial / FILE), shared=True, size=start + plan.nbytes, dtype=torch.uint8)
-                digests = [plan.fill(i, image[start + low:start + high]) for i, (low, high) in enumerate(plan.buckets)]
-                header = plan.header(digests)
-                file.write(header)
+                os.posix_fallocate(file.fileno(), 0, start + image.nbytes)  # a full disk is an error here, not SIGBUS
+                image.fill(torch.from_file(str(partial / FILE), shared=True, size=start + image.nbytes,
+                                           dtype=torch.uint8)[start:])
+                file.write(image.raw)
                 file.flush()
                 os.fsync(file.fileno())
-            partial.rename(final)
+            partial.rename(self._own / name)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise TrainerLost(f"weights of version {version} ({(start + plan.nbytes) / 1e6:.0f} MB) cannot be written "
-                              f"to {self._own}: {error.strerror}") from None
+            raise TrainerLost(f"weights of version {version} ({image.nbytes / 1e6:.0f} MB) cannot be written to "
+                              f"{self._own}: {error.strerror}") from None
         if before := self._held.get(version):
             self.drop(before)
-        self._held[version] = manifest = plan.manifest(str(final), header)
+        self._held[version] = manifest = image.manifest(str(self._own / name))
         if not self._reaped:
-            self._reaped = True
             self._reap()
         return manifest
 
     def _reap(self) -> None:
         """Remove the folders of writers that no longer live: nobody holds their lock."""
-        with _locked(self._folder):
+        self._reaped = True
+        with _locked(self._folder, fcntl.LOCK_EX):
             for other in self._folder.glob("w*"):
-                with suppress(OSError):  # it is locked, or gone meanwhile
-                    handle = os.open(other, os.O_RDONLY)
-                    try:
-                        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(other, ignore_errors=True)
-                    finally:
-                        os.close(handle)
+                with suppress(OSError), _locked(other, fcntl.LOCK_EX | fcntl.LOCK_NB):  # else it lives
+                    shutil.rmtree(other, ignore_errors=True)
 
     def drop(self, manifest: Manifest) -> None:
         path = Path(manifest.location)
+        self._held.pop(manifest.version, None)
         if path.parent.parent == self._folder:  # also one that this learner published before it was restarted
             shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         shutil.rmtree(self._own, ignore_errors=True)
-        with suppress(OSError):
-            os.close(self._lock)
+        self._lock.__exit__(None, None, None)
 
 
 class FileReader:
@@ -117,16 +110,13 @@ class FileReader:
             with path.open("rb") as file:
                 raw = file.read(8)
                 raw += file.read(min(int.from_bytes(raw, "little"), 1 << 30))
-                header = Header.parse(raw, manifest)
-                size, whole = os.fstat(file.fileno()).st_size, len(raw) + header.nbytes
-            if size != whole:
-                raise EngineLost(f"weights at {path} have {size} bytes where version {manifest.version} has {whole}")
-            data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[len(raw):]
+            size, whole = path.stat().st_size, len(raw) + manifest.nbytes
+            data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size == whole else None
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a file that has gone
             raise EngineLost(f"weights of version {manifest.version} are gone from {path}: {error}") from None
-        for number, (start, end) in enumerate(header.buckets):
-            header.check(number, data[start:end], manifest)
-        return header.views(data)
+        if data is None:
+            raise EngineLost(f"weights at {path} are torn: {size} bytes where version {manifest.version} has {whole}")
+        return read(raw, manifest, data[len(raw):], lambda *_: None)
 
     def close(self) -> None:
         """Nothing is held."""

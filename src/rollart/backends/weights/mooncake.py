@@ -13,40 +13,46 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollart.backends.weights.image import Header, Plan
+from rollart.backends.weights.image import Image, read
 from rollart.backends.weights.settings import WeightsSettings
 from rollart.core.errors import ConfigError, EngineLost, TrainerLost
 from rollart.core.types import Manifest, Version
 
 HEAL_SECONDS = 2.0
+MOST_MB = 64  # of a bucket here: one that takes longer than the store's lease (10 s by default) cannot be read
+_LEASED = -706
 _LOCAL_BUFFER = 64 << 20
 _MEANS = {-200: "the store is full, or has no memory yet", -704: "not in the store: dropped, evicted, or lost with it",
           -900: "the store's master does not answer"}
-
-
-def _own_address(address: str) -> str:
-    """This machine's address on the way to the master."""
-    host, _, port = address.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 class StoreFailed(Exception):
     """An answer of the store below zero, or none."""
 
 
+def _own_address(address: str) -> str:
+    """This machine's address on the way to the master. Raises StoreFailed when nobody listens there: the library's
+    `setup` would hold the interpreter's lock for 90 s then."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=5.0) as probe:
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise StoreFailed(f"{_MEANS[-900]} ({error.strerror or error})") from None
+
+
 class _Store:
-    """A client in a thread of its own, so that nothing waits for ever; made anew after an answer that did not come."""
+    """A client in a thread of its own, so that nothing waits for ever; in another one after an answer that did not
+    come. The client finds a store that is back by itself."""
 
     def __init__(self, settings: WeightsSettings, segment_mb: int) -> None:
         try:
@@ -63,25 +69,24 @@ class _Store:
             s, client = self._settings, self.library.MooncakeDistributedStore()
             if answer := client.setup(_own_address(s.address), "P2PHANDSHAKE", self._segment, _LOCAL_BUFFER,
                                       s.protocol, s.devices, s.address):
-                raise StoreFailed(_MEANS[-900] + f" ({answer})")
+                raise StoreFailed(f"{_MEANS[-900]} ({answer})")
             self._client = client
         return self._client
 
-    def start(self, call: Callable[[Any], Any]) -> Callable[[], Any]:
-        """Begin `call(client)`; what is returned waits for it. Raises StoreFailed."""
-        future, thread = self._thread.submit(lambda: call(self._connected())), self._thread
-
-        def answer() -> Any:
-            try:
-                value = future.result(self._settings.deadline_seconds)
-            except Late:
-                if self._thread is thread:
-                    self._client, self._thread = None, ThreadPoolExecutor(1, "mooncake")
-                raise StoreFailed(f"no answer within {self._settings.deadline_seconds:g} s") from None
-            if isinstance(value, int) and value < 0:
-                raise StoreFailed(f"{_MEANS.get(value, 'the store refused')} ({value})")
-            return value
-        return answer
+    def ask(self, call: Callable[[Any], Any]) -> Any:
+        """`call(client)`. It holds what it uses, for it may go on after the deadline. Raises StoreFailed."""
+        thread = self._thread
+        try:
+            value = thread.submit(lambda: call(self._connected())).result(self._settings.deadline_seconds)
+        except Late:
+            self._thread = ThreadPoolExecutor(1, "mooncake")
+            thread.shutdown(wait=False)
+            raise StoreFailed(f"no answer within {self._settings.deadline_seconds:g} s") from None
+        except RuntimeError as error:  # of an executor at the interpreter's end
+            raise StoreFailed(str(error)) from None
+        if value == b"" or (isinstance(value, int) and value < 0):
+            raise StoreFailed(f"{_MEANS.get(value, 'the memory that held it does not answer')} ({value!r})")
+        return value
 
     def persist(self, work: Callable[[], Any]) -> Any:
         """Do `work`, again while the store fails and the deadline lasts. Raises StoreFailed."""
@@ -94,10 +99,20 @@ class _Store:
                     raise
                 time.sleep(0.5)
 
+    @contextmanager
+    def registered(self, data: Tensor) -> Iterator[None]:
+        """The store may read from and write to `data` within."""
+        self.ask(lambda client: client.register_buffer(data.data_ptr(), len(data)))
+        try:
+            yield
+        finally:
+            with suppress(StoreFailed):
+                self.ask(lambda client: client.unregister_buffer(data.data_ptr()))
+
     def close(self) -> None:
         with suppress(StoreFailed):
             if self._client is not None:
-                self.start(lambda client: client.close() and None)()
+                self.ask(lambda client: client.close())
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -107,74 +122,67 @@ class MooncakeWriter:
 
     def __init__(self, settings: WeightsSettings) -> None:
         self._settings, self._store = settings, _Store(settings, settings.segment_mb)
+        self._bucket_mb = min(settings.bucket_mb, MOST_MB)
         self._own, self._number = f"rollart-{secrets.token_hex(6)}", itertools.count()
-        self._held: dict[str, tuple[Version, int]] = {}  # by location: its number of buckets
+        self._held: dict[Version, Manifest] = {}
         self._dropped: list[str] = []
-        self._newest: tuple[str, Header, Tensor] | None = None
+        self._newest: tuple[str, Image, Tensor] | None = None
         self._lock, self._closing = threading.Lock(), threading.Event()
         threading.Thread(target=self._watch, name="weights", daemon=True).start()
 
     def put(self, version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
-        plan, location = Plan(version, tensors, self._settings.bucket_mb), f"{self._own}/{version}-{next(self._number)}"
+        image = Image(version, tensors, self._bucket_mb)
+        location = f"{self._own}/{version}-{next(self._number)}"
         with self._lock:
-            data = torch.empty(plan.nbytes, dtype=torch.uint8)
-            raw = plan.header([plan.fill(i, data[low:high]) for i, (low, high) in enumerate(plan.buckets)])
-            manifest = plan.manifest(location, raw)
-            newest = location, Header.parse(raw, manifest), data
+            image.fill(data := torch.empty(image.nbytes, dtype=torch.uint8))
             try:
-                self._dropped = [key for key in self._dropped if not self._removed(key)]
-                self._store.persist(lambda: self._push(*newest))
+                self._remove_dropped()
+                self._store.persist(lambda: self._push(location, image, data))
             except StoreFailed as failed:
                 raise TrainerLost(f"weights of version {version} cannot be put into the Mooncake store at "
                                   f"{self._settings.address}: {failed}") from None
-            for place in [place for place, held in self._held.items() if held[0] == version]:
-                self._forget(place)
-            self._held[location], self._newest = (version, len(plan.buckets)), newest
-        return manifest
+            if before := self._held.get(version):
+                self.drop(before)
+            self._newest, self._held[version] = (location, image, data), image.manifest(location)
+            return self._held[version]
 
-    def _push(self, location: str, header: Header, data: Tensor) -> None:
+    def _push(self, location: str, image: Image, data: Tensor) -> None:
         """What the store has already, it leaves as it is."""
         pin = self._store.library.ReplicateConfig()
         pin.soft_pin_action = self._store.library.SoftPinAction.ENABLE
-        self._store.start(lambda client: client.register_buffer(data.data_ptr(), len(data)))()
-        try:
-            for i, (start, end) in enumerate(header.buckets):
-                self._store.start(lambda client, key=f"{location}/{i}", part=data[start:end]:
-                                  client.put_from(key, part.data_ptr(), len(part), pin))()
-            self._store.start(lambda client: client.put(f"{location}/header", header.raw, pin))()
-        finally:
-            with suppress(StoreFailed):
-                self._store.start(lambda client: client.unregister_buffer(data.data_ptr()))()
+        with self._store.registered(data):
+            for i, (start, end) in enumerate(image.buckets):
+                self._store.ask(lambda client, key=f"{location}/{i}", part=data[start:end]:
+                                client.put_from(key, part.data_ptr(), len(part), pin))
+            self._store.ask(lambda client: client.put(f"{location}/header", image.raw, pin))
 
     def _watch(self) -> None:
         while not self._closing.wait(HEAL_SECONDS):
             with self._lock, suppress(StoreFailed):
-                if self._newest and not self._store.start(
-                        lambda client: client.is_exist(f"{self._newest[0]}/header"))():
-                    self._push(*self._newest)
+                if newest := self._newest:
+                    keys = self._keys(newest[0], newest[1].nbytes)
+                    if set(self._store.ask(lambda client, keys=keys: client.batch_is_exist(keys))) != {1}:
+                        self._push(*newest)
 
-    def _removed(self, key: str) -> bool:
-        """Whether the store has forgotten it: it keeps what was read within its lease."""
-        try:
-            self._store.start(lambda client: client.remove(key))()
-        except StoreFailed as failed:
-            return "-704" in str(failed)
-        return True
+    def _remove_dropped(self) -> None:
+        """All that may go: the store keeps what was read within its lease."""
+        keys = self._dropped[:]
+        with suppress(StoreFailed):
+            answers = self._store.ask(lambda client: client.batch_remove(keys)) if keys else []
+            self._dropped[:len(keys)] = [key for key, answer in zip(keys, answers, strict=True) if answer == _LEASED]
 
-    def _forget(self, location: str) -> None:
-        if held := self._held.pop(location, None):
-            self._dropped += [f"{location}/{part}" for part in ("header", *range(held[1]))]
+    def _keys(self, location: str, nbytes: int) -> list[str]:
+        buckets = -(-nbytes // (self._bucket_mb * 1_000_000))
+        return [f"{location}/{part}" for part in ("header", *range(buckets))]
 
     def drop(self, manifest: Manifest) -> None:
-        self._forget(manifest.location)
+        self._held.pop(manifest.version, None)
+        self._dropped += self._keys(manifest.location, manifest.nbytes)
 
     def close(self) -> None:
         self._closing.set()
         with self._lock:
-            for location in list(self._held):
-                self._forget(location)
-            for key in self._dropped:
-                self._removed(key)
+            self._remove_dropped()
         self._store.close()
 
 
@@ -191,23 +199,12 @@ class MooncakeReader:
                                  f"{self._settings.address}: {failed}") from None
 
     def _get(self, manifest: Manifest) -> Mapping[str, Tensor]:
-        location = manifest.location
-        self._store.start(lambda client: client.get_size(f"{location}/header"))()  # `get` does not say why it failed
-        raw = self._store.start(lambda client: client.get(f"{location}/header"))()
-        header = Header.parse(raw, manifest)
-        data = torch.empty(header.nbytes, dtype=torch.uint8)
-
-        def start(number: int, part: Tensor) -> Callable[[], object]:
-            return self._store.start(  # the call holds `part`, so that a late answer still finds its memory
-                lambda client: client.get_into(f"{location}/{number}", part.data_ptr(), len(part)))
-
-        self._store.start(lambda client: client.register_buffer(data.data_ptr(), header.nbytes))()
-        try:
-            return header.pull(data, start, manifest)
-        finally:
-            with suppress(StoreFailed):
-                self._store.start(lambda client: client.unregister_buffer(data.data_ptr()))()
+        key = f"{manifest.location}/header"
+        self._store.ask(lambda client: client.get_size(key))  # `get` does not say why it has nothing
+        raw, data = self._store.ask(lambda client: client.get(key)), torch.empty(manifest.nbytes, dtype=torch.uint8)
+        with self._store.registered(data):
+            return read(raw, manifest, data, lambda number, part: self._store.ask(
+                lambda client: client.get_into(f"{manifest.location}/{number}", part.data_ptr(), len(part))))
 
     def close(self) -> None:
         self._store.close()
-

@@ -17,7 +17,7 @@ class WeightsSettings:
     folder: of `file`; every writer makes its own folder in it.
     address: host:port. collective: where the learner listens, as engines reach it (port 0: any free one). mooncake: the
         store's master.
-    bucket_mb: megabytes (10^6 bytes) that are sent and checked at a time.
+    bucket_mb: megabytes (10^6 bytes) that are sent and checked at a time; with `mooncake` at most 64.
     deadline_seconds: longest a bucket, or an answer of the other side, may take.
     backend: of `collective`: gloo, or nccl where learner and engines each have a GPU of their own.
     protocol: of `mooncake`: tcp, or rdma with the network devices named in `devices` (comma-separated; empty: all).
