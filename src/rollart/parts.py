@@ -46,10 +46,10 @@ class Parts:
 
 
 @runtime_checkable
-class Checked(Protocol):
+class Probed(Protocol):
     """An engine whose other side can be looked at before anything starts. Raises ConfigError."""
 
-    async def check(self) -> None: ...
+    async def probe(self) -> None: ...
 
 
 class EngineCluster:
@@ -93,8 +93,8 @@ async def local_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, ref
     engines = [make_engine(id, pool, recipe, policy, weights) for id, pool in engine_ids(recipe)]
     evaluating = [make_engine("eval", "eval", recipe, policy, weights)] if recipe.evaluation.tasks else []
     for engine in engines:
-        if isinstance(engine, Checked):
-            await engine.check()
+        if isinstance(engine, Probed):
+            await engine.probe()
     for engine in (*engines, *evaluating):
         engine.start()
         stack.push_async_callback(engine.close)

@@ -75,7 +75,7 @@ class Worker:
     async def start(self) -> None:
         """Raises what stops it; the caller has a deadline."""
         self.part = await asyncio.to_thread(self.build)
-        for name in ("check", "start"):
+        for name in ("probe", "start"):
             begun = getattr(self.part, name, lambda: None)()
             if inspect.isawaitable(begun):
                 await begun

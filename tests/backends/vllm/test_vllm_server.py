@@ -67,7 +67,7 @@ def test_a_server_with_the_endpoints_is_an_engine_like_any_other(trainable, fold
     engine.on_lost(lost.append)
 
     async def story():
-        await engine.check()
+        await engine.probe()
         engine.start()
         with pytest.raises(EngineLost, match="no weights"):
             await engine.generate(request())
@@ -105,9 +105,9 @@ def test_a_server_without_them_is_refused_for_training_and_evaluates(folders, lo
     async def story():
         training = OpenAIEngine("s-1", "s", url, ServerSettings(), Published(folders["llama"]))
         with pytest.raises(ConfigError, match=r"cannot be trained with, it has no /inference/v1/generate"):
-            await training.check()
+            await training.probe()
         await training.close()
-        await engine.check()
+        await engine.probe()
         engine.start()
         await update(engine, 4)
         done = await engine.generate(request())
@@ -126,4 +126,4 @@ def test_a_server_without_them_is_refused_for_training_and_evaluates(folders, lo
 def test_no_server_is_one_clear_line(loop):
     engine = OpenAIEngine("s-0", "s", "http://127.0.0.1:9", ServerSettings())
     with pytest.raises(ConfigError, match="no OpenAI-compatible server at http://127"):
-        loop.run_until_complete(engine.check())
+        loop.run_until_complete(engine.probe())

@@ -44,6 +44,7 @@ class RayCluster:
     def connect(self) -> None:
         """Join the cluster at the settings' address, or start a local one. Raises ConfigError; nothing is left then."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray._private.worker.print_to_stdstream = lambda *_, **__: None  # pages about a lost node, over our own output
         address = self._settings.address
         if ray.is_initialized():
             raise ConfigError("this process uses a Ray cluster already: end that run first")

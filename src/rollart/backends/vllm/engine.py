@@ -188,7 +188,7 @@ class _Figures:
 def _arguments(folder: Path, settings: VLLMSettings, context: int) -> Any:
     """vLLM's own. Its process is spawned, for a fork would copy this one's threads in whatever state they are."""
     for name, value in {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1",
-                        "VLLM_LOGGING_LEVEL": "WARNING"}.items():
+                        "VLLM_LOGGING_LEVEL": "ERROR"}.items():
         os.environ.setdefault(name, value)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform

@@ -42,7 +42,7 @@ class OpenAIEngine(BaseEngine):
         self._client = httpx.AsyncClient(base_url=self._url, headers={"Authorization": f"Bearer {key}"} if key else {},
                                          timeout=None, limits=httpx.Limits(max_connections=None))
 
-    async def check(self) -> None:
+    async def probe(self) -> None:
         """Look at the server before anything starts. Raises ConfigError where it is not there, or cannot do what is
         asked of it."""
         try:
