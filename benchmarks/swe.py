@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--path", default="")
     parser.add_argument("--tasks", type=int, default=200)
     parser.add_argument("--all", action="store_true", help="each task of the set once, of both splits")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many of them at the beginning")
     parser.add_argument("--players", default="oracle,empty,random")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting episodes after so long")
     options = parser.parse_args()
@@ -32,6 +33,7 @@ def main() -> None:
     tasks = [domain.task(i, "eval") for i in range(options.tasks)]
     if options.all:
         tasks = [replace(tasks[0], id=f"swe/all/{i}", payload={"id": i}) for i in domain.set.tasks]
+    tasks = tasks[options.skip:]
     began, times = time.monotonic(), {"open": [], "step": [], "score": []}
     for name in options.players.split(","):
         solved = []
