@@ -60,7 +60,7 @@ def check_tasks(ledger, steps):
         "SELECT g.id, json_extract(g.task, '$.id'), g.reason, max(coalesce(t.fate, '') IN ('trained', 'filtered')) "
         "FROM groups g LEFT JOIN trajectories t ON t.grp = g.id GROUP BY g.id").fetchall()
     trained = [task for _, task, _, consumed in rows if consumed]
-    failed = [task for _, task, reason, consumed in rows if "members failed" in reason and not consumed]
+    failed = [task for _, task, reason, consumed in rows if reason.startswith("quarantined") and not consumed]
     left = ledger.recover(steps)  # as if the run were given more steps
     coming = [group.task.id for group in left.groups] + [f"{name}/{index}" for name, index in left.source["returned"]]
     drawn = [f"{name}/{index}" for name, n in left.source["next"].items() for index in range(n)]

@@ -168,7 +168,7 @@ class _Honesty:
             case BatchTaken(groups=groups):
                 self._trained += len(groups)
             case GroupEnded(kept=False, reason=reason):
-                self._failed += "members failed" in reason
+                self._failed += reason.startswith("quarantined")  # a task that failed before comes again
 
     def close(self) -> None:
         drawn, returned = self._tasks.drawn + self._held, self._tasks.returned
