@@ -96,7 +96,7 @@ def test_a_template_is_copied_and_never_changed(tmp_path):
 
 ESCAPES = {
     "network": ("import socket; socket.create_connection(('{host}', {port}), 2)", "unreachable|refused|Errno"),
-    "name service": ("import socket; socket.getaddrinfo('pypi.org', 443)", "resolution|known"),
+    "name service": ("import socket; socket.getaddrinfo('example.org', 443)", "resolution|known"),
     "writing to the system": ("open('/usr/bin/mine', 'w')", "Read-only|Permission"),
     "writing to the interpreter": ("import sys; open(sys.prefix + '/mine', 'w')", "Read-only|Permission"),
     "writing to the root": ("open('/mine', 'w')", "Read-only|Permission"),
