@@ -153,7 +153,7 @@ def main() -> int:
             for gb in arguments.sizes:
                 master, address = start_master() if carrier == "mooncake" else (None, "127.0.0.1:0")
                 settings = WeightsSettings(carrier=carrier, folder=folder, address=address, deadline_seconds=300.0,
-                                           segment_mb=round(gb * 1050) + 64 if master else 0)
+                                           segment_mb=round(gb * 1250) + 64 if master else 0)  # it evicts from 90 % on
                 try:
                     blocking, overlapped = (sync(settings, gb, blocking) for blocking in (True, False))
                 finally:

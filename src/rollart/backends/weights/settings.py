@@ -22,7 +22,7 @@ class WeightsSettings:
     backend: of `collective`: gloo, or nccl where learner and engines each have a GPU of their own.
     protocol: of `mooncake`: tcp, or rdma with the network devices named in `devices` (comma-separated; empty: all).
     segment_mb: of `mooncake`: megabytes of memory that the learner's process lends to the store, enough for three
-        versions; 0: the store has memory of its own (started with `mooncake_client`).
+        versions (it evicts from 90 % on); 0: the store has memory of its own (started with `mooncake_client`).
     """
 
     carrier: Carrier = "memory"
