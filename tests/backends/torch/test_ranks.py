@@ -122,7 +122,7 @@ def test_bfloat16_stays_near_float32_and_keeps_float32_weights(runner, launch, t
         two, one = RankedTrainer(spec(MIXTURE, half, weights=files), launch), alone(MIXTURE)
         await two.start()
         report, expected = await two.step(uneven(0)), await one.step(uneven(0))
-        assert 0 < abs(report.metrics["entropy"] - expected.metrics["entropy"]) < 0.02
+        assert 1e-6 < abs(report.metrics["loss"] - expected.metrics["loss"]) < 0.02  # it is another arithmetic
         assert report.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=0.05)
         moved, before = open_reader(files).get(await two.publish(1)), small_model(MIXTURE, 0).state_dict()
         steps = [torch.cat([(new[name] - before[name]).flatten() for name in before])
