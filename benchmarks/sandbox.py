@@ -1,6 +1,6 @@
 """Opening, running and closing sandboxes, with and without those that wait ready; and what is left afterwards.
 
-    python benchmarks/sandbox.py [--cycles 1000] [--kind bubblewrap]
+    python benchmarks/sandbox.py [--cycles 1000] [--kind bubblewrap] [--pause 0.1]
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cycles", type=int, default=1000, help="open and close so often, in all")
     parser.add_argument("--kind", default="auto")
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds from a close to the next opening, if warm: "
+                        "an episode's turns; those that wait ready start meanwhile")
     options = parser.parse_args()
     kind = choose(options.kind)
     with tempfile.TemporaryDirectory() as folder:
@@ -31,7 +33,7 @@ def main() -> None:
         before = left()
         for warm, template in rows:
             settings = SandboxSettings(kind=kind, warm=warm)
-            times = [cycle(settings, template) for _ in range(options.cycles // len(rows))]
+            times = [cycle(settings, template, options.pause * warm) for _ in range(options.cycles // len(rows))]
             name = f"{'warm' if warm else 'cold'}, {'template of 300 files' if template else 'empty'}"
             print(f"{name:34}" + "".join(f"{shown(column):>{width}}" for column, width in
                                          zip(zip(*times, strict=True), (14, 16, 14, 14), strict=True)), flush=True)
@@ -39,8 +41,8 @@ def main() -> None:
         print(f"\nleft behind (processes, mounts, folders, descriptors): before {before}, after {left()}")
 
 
-def cycle(settings: SandboxSettings, template: Path | None) -> tuple[float, float, float, float]:
-    """Seconds of each stage. The pause is the agent's turn to think: those that wait ready start meanwhile."""
+def cycle(settings: SandboxSettings, template: Path | None, pause: float) -> tuple[float, float, float, float]:
+    """Seconds of each stage."""
     started = perf_counter()
     sandbox = open_sandbox(settings, template)
     opened = perf_counter()
@@ -50,7 +52,7 @@ def cycle(settings: SandboxSettings, template: Path | None) -> tuple[float, floa
     second = perf_counter()
     sandbox.close()
     closed = perf_counter()
-    sleep(0.1)
+    sleep(pause)
     return opened - started, first - opened, second - first, closed - second
 
 

@@ -43,7 +43,7 @@ def processes(text):
     return found
 
 
-def until(true, seconds=5.0):
+def until(true, seconds=20.0):
     end = time.monotonic() + seconds
     while not true() and time.monotonic() < end:
         time.sleep(0.02)
@@ -162,7 +162,7 @@ def test_a_bomb_ends_within_its_limits_and_the_sandbox_goes_on(what, sandbox):
     code, options, says = BOMBS[what]
     started = time.monotonic()
     ran = python(sandbox, code, **options)
-    assert time.monotonic() - started < 9
+    assert time.monotonic() - started < 40
     assert ran.code != 0
     assert re.search(says, f"{ran.stderr} code {ran.code} {'timed_out' if ran.timed_out else ''}"), ran
     assert len(ran.stdout) <= SMALL.output_bytes + 100
@@ -181,7 +181,7 @@ def test_what_a_command_leaves_running_is_gone_before_the_next(sandbox):
     mark = f"31.{os.getpid()}7"
     ran = sandbox.run(f"setsid sleep {mark} >/dev/null 2>&1 & nohup sleep {mark} & echo started")
     assert ran.stdout == "started\n"
-    assert ran.seconds < 5
+    assert ran.seconds < 30
     assert processes(f"sleep {mark}") == []
 
 
@@ -220,19 +220,19 @@ def test_an_answer_that_is_too_large_or_none_ends_the_sandbox(monkeypatch):
 
 
 def test_a_sandbox_ends_at_the_end_of_its_life():
-    with open_sandbox(SandboxSettings(life_seconds=0.5, warm=0)) as sandbox:
+    with open_sandbox(SandboxSettings(life_seconds=2.0, warm=0)) as sandbox:
         assert sandbox.run("sleep 60").timed_out
-        time.sleep(0.6)
+        time.sleep(0.5)
         with pytest.raises(SandboxFailed, match=r"it has ended|Broken pipe|reset"):
             sandbox.run("true")
 
 
 def test_one_that_waited_for_half_its_life_is_not_given_out():
-    settings = SandboxSettings(life_seconds=1.0)
+    settings = SandboxSettings(life_seconds=4.0)
     open_sandbox(settings).close()
-    time.sleep(0.6)
+    time.sleep(2.2)
     with open_sandbox(settings) as sandbox:
-        time.sleep(0.5)
+        time.sleep(2.0)
         assert sandbox.run("echo alive").stdout == "alive\n"
     close_warm()
 
