@@ -39,7 +39,7 @@ class BugFixSettings(DomainSettings):
     hints: int = 2
     bugs: int = 0
     call_seconds: float = 15.0
-    test_seconds: float = 30.0
+    test_seconds: float = 40.0
     output_chars: int = 4000
     sandbox: str = "auto"
     memory_mb: int = 512
