@@ -43,6 +43,8 @@ def alive(pid: int) -> bool:
     try:  # a zombie that its new parent has not reaped yet is dead
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except ProcessLookupError:  # it went between opening and reading
+        return False
     except FileNotFoundError:
         return not os.path.isdir("/proc")
 

@@ -107,9 +107,10 @@ def test_replay_fixes_the_choice_and_not_the_weights_and_unknown_positions_choos
 
 
 def test_the_balance_loss_is_one_when_even_and_the_number_of_experts_over_k_when_not():
-    even = Routing(chosen={0: torch.tensor([[0, 1], [2, 3]])}, probabilities={0: torch.full((2, 4), 0.25)})
+    even, one = Routing(), Routing()
+    even.chosen[0], even.probabilities[0] = torch.tensor([[0, 1], [2, 3]]), torch.full((2, 4), 0.25)
     assert balance_loss(even, [2]).tolist() == pytest.approx([1.0])
-    one = Routing(chosen={0: torch.tensor([[0], [0]])}, probabilities={0: torch.tensor([[1.0, 0, 0, 0]] * 2)})
+    one.chosen[0], one.probabilities[0] = torch.tensor([[0], [0]]), torch.tensor([[1.0, 0, 0, 0]] * 2)
     assert balance_loss(one, [1, 1]).tolist() == pytest.approx([4.0, 4.0])
 
 
