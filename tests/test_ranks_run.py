@@ -16,6 +16,7 @@ from rollart.observe.run_folder import RunFolder
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_killed_rank_costs_time_and_no_step(tmp_path):
     extra = (f'\n[learner]\nranks = 2\nrank_seconds = 120.0\n[weights]\ncarrier = "file"\n'
              f'folder = "{tmp_path}/weights"\n')
