@@ -40,6 +40,7 @@ domains = ["frozen_lake"]
 engine = "vllm"
 domains = ["calculator"]
 [vllm]
+dtype = "float32"
 threads = 1
 kv_gb = 0.05
 max_concurrent = 16

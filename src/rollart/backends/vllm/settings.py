@@ -13,7 +13,7 @@ Eager = Literal["auto", "always", "never"]
 class VLLMSettings:
     """One vLLM engine, with GPU wheels or the CPU build alike. Raises ValueError.
 
-    dtype: of weights and KV; auto takes the checkpoint's.
+    dtype: of weights and KV; auto takes the checkpoint's, and bfloat16 where that is float32.
     context_tokens: longest context with its completion, in tokens; 0 takes the model's. max_concurrent: trajectories
         that run at once. prefill_chunk: most tokens of prefill and decode in one step.
     kv_gb: memory of keys and values of one device, in GB (10^9 bytes); 0: on a CPU 1 GB, on a GPU what
