@@ -63,7 +63,7 @@ def test_the_walk_is_solved_where_it_ended_on_the_goal():
     assert frozen_lake(trajectory(("R", facts(1, 2), ""))).value == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize("name", sorted(REWARDS))
+@pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"own"}))
 def test_a_trajectory_without_turns_has_the_score_zero(name):
     assert reward_function(name)(trajectory()).value == 0.0
 

@@ -63,7 +63,7 @@ def check_tasks(ledger, steps):
     failed = [task for _, task, reason, consumed in rows if reason.startswith("quarantined") and not consumed]
     left = ledger.recover(steps)  # as if the run were given more steps
     coming = [group.task.id for group in left.groups] + [f"{name}/{index}" for name, index in left.source["returned"]]
-    drawn = [f"{name}/{index}" for name, n in left.source["next"].items() for index in range(n)]
+    drawn = [f"{name}/{index}" for name, (n,) in left.source["next"].items() for index in range(n)]
     assert sorted([*trained, *failed, *coming]) == sorted(drawn)
 
 
