@@ -2,10 +2,11 @@
 
 Measured: what an engine step, a turn and a prefilled token cost (least squares over batches, contexts and lengths), and
 from one real run with schedule sync the learner's seconds per token, the episodes (as records) and the seconds of
-environments and rewards. Engine and learner share memory bandwidth and one interpreter, so both are measured again
-while the other works. Then real runs with each schedule, and the same schedules simulated: seconds per step and trainer
-idle side by side. The filter of groups is off, since the simulator does not learn. Needs a machine that does nothing
-else.
+environments and rewards. Engine, learner, control plane and environments share cores, memory bandwidth and an
+interpreter: so the engine is measured again beside a learner that trains, and the learner's seconds per token also in
+a run with schedule areal, which is not predicted. Then real runs with each schedule, and the same schedules simulated:
+seconds per step and trainer idle side by side. The filter of groups is off, since the simulator does not learn. Needs
+a machine that does nothing else.
 
     python benchmarks/sim_vs_real.py [--steps 10] [--json FILE]
 """
@@ -45,7 +46,7 @@ from rollart.sim.workload import Load, Record, Spread
 from rollart.sim.world import SimPool, World, simulate
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
-SCHEDULES = ("sync", "one_off", "rollart")
+SCHEDULES, OVERLAPPED = ("sync", "one_off", "rollart"), "areal"
 BATCHES, CONTEXTS, SAMPLED = (1, 16, 64, 128, 192), (24, 160), (2, 24)  # two of each tell turn, prefill and decode
 ROUNDS = 6
 GLUE = 7
@@ -62,6 +63,7 @@ class Watch:
         self.published: list[float] = []
         self.loaded: list[float] = []
         self.batch = TrainBatch(0, ())
+        self.decoding = 0.0  # the engine's busy share
 
     def on(self, at: float, event: Event) -> None:
         match event:
@@ -100,7 +102,9 @@ async def real(recipe: Recipe) -> Watch:
                     return await step(batch)
 
                 run.parts.trainer.step = keep
+                started = time.perf_counter()
                 await run.train()
+                watch.decoding = run.parts.engines[0].stats().busy_seconds / (time.perf_counter() - started)
     finally:
         shutil.rmtree(path, ignore_errors=True)
     return watch
@@ -148,7 +152,8 @@ def _nonnegative(rows: np.ndarray, seconds: np.ndarray) -> list[float]:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of the engine and the learner on this machine, each alone and with the other busy beside it."""
+    """Of the engine and the learner on this machine, each alone and with the other (and what it brings: turns,
+    environments) busy beside it."""
 
     engine: StepCost
     engine_beside: StepCost
@@ -163,23 +168,21 @@ class Costs:
             fixed_s=0.0, token_s=(1 - decoding) * self.learner + decoding * self.learner_beside)
 
 
-async def measure_beside(recipe: Recipe, batch: TrainBatch) -> tuple[StepCost, float]:
-    """The engine's cost while the learner trains without a pause, and the learner's seconds per token meanwhile."""
+async def engine_beside(recipe: Recipe, batch: TrainBatch) -> StepCost:
+    """The engine's cost while the learner trains without a pause."""
     trainer = make_trainer(recipe, first_policy(recipe), None, MemoryWeights())
-    reports: list[StepReport] = []
 
     async def train() -> None:
         while True:
-            reports.append(await trainer.step(replace(batch, version=trainer.version)))
+            await trainer.step(replace(batch, version=trainer.version))
 
     training = asyncio.create_task(train())
     try:
-        cost = await engine_cost(recipe, first_policy(recipe))
+        return await engine_cost(recipe, first_policy(recipe))
     finally:
         training.cancel()
         await asyncio.wait([training])
         trainer.close()
-    return cost, sum(r.seconds for r in reports) / sum(r.tokens for r in reports)
 
 
 def loads(recipe: Recipe, watch: Watch) -> dict[str, Load]:
@@ -244,16 +247,18 @@ def main() -> None:
     recipe = load_recipe(RECIPE, [f"pipeline.steps={arguments.steps}", "pipeline.checkpoint_every=0",
                                   "evaluation.tasks=0", "algorithm.filter=none"])
     alone = asyncio.run(engine_cost(recipe, first_policy(recipe)))
-    watches = {name: asyncio.run(real(replace(recipe, schedule=ScheduleSettings(name=name)))) for name in SCHEDULES}
-    beside = asyncio.run(measure_beside(recipe, watches["sync"].batch))
-    costs = Costs(alone, beside[0], learner_cost(watches["sync"]), beside[1])
-    for what, cost, learner in (("alone", alone, costs.learner), ("beside the other", *beside)):
+    watches = {name: asyncio.run(real(replace(recipe, schedule=ScheduleSettings(name=name))))
+               for name in (*SCHEDULES, OVERLAPPED)}
+    beside = asyncio.run(engine_beside(recipe, watches["sync"].batch))
+    learner, overlapped = learner_cost(watches["sync"]), watches[OVERLAPPED]
+    costs = Costs(alone, beside, learner, learner + (learner_cost(overlapped) - learner) / overlapped.decoding)
+    for what, cost, learner in (("alone", alone, costs.learner), ("beside the other", beside, costs.learner_beside)):
         print(f"{what}: engine step {cost.overhead_s * 1e3:.2f} ms + {(cost.sequence_s + cost.token_s) * 1e6:.0f} us a "
               f"sequence, a turn {cost.turn_tokens * cost.token_s * 1e6:.0f} us, prefill {1 / cost.token_s:,.0f} "
               f"tokens/s; learner {1 / learner:,.0f} tokens/s", flush=True)
     print(f"{'schedule':10} {'s/step real':>12} {'simulated':>10} {'ratio':>6}   {'idle real':>9} {'simulated':>10}")
     rows = {}
-    for name, watch in watches.items():
+    for name, watch in ((name, watches[name]) for name in SCHEDULES):
         step, idle = predicted(recipe, costs, watches["sync"], name, arguments.steps)
         rows[name] = {"step": [watch.step_seconds, step], "idle": [watch.idle, idle]}
         print(f"{name:10} {watch.step_seconds:12.2f} {step:10.2f} {step / watch.step_seconds:6.2f}   {watch.idle:9.1%} "
