@@ -80,7 +80,8 @@ def reward_function(name: str) -> RewardFunction:
         return REWARDS[name]
     module, _, attribute = name.partition(":")
     if not attribute:
-        raise ConfigError(f"no reward {name!r}: there are {', '.join(sorted(REWARDS))}; your own is named module:function")
+        raise ConfigError(f"no reward {name!r}: there are {', '.join(sorted(REWARDS))}; your own is named "
+                          "module:function")
     try:
         function = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
