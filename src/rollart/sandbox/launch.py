@@ -107,6 +107,8 @@ def _bubblewrap(root: bool, settings: SandboxSettings, template: Path | None, se
     for path in (f"/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64") if Path("/", name).is_dir()):
         out += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     out += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
+    for path, size in ((WORK, settings.disk_mb * 10**6), (HOME, settings.disk_mb * 10**6), ("/dev/shm", 1 << 24)):
+        out += ["--perms", "1777" if path == "/dev/shm" else "0755", "--size", str(size), "--tmpfs", path]
     shown = filter(os.path.exists, ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/nix/store"))
     needed = [path for path in (sys.base_prefix, sys.prefix, *settings.read_only) if not f"{path}/".startswith("/usr/")]
     for path in dict.fromkeys([*shown, *needed]):
@@ -116,8 +118,6 @@ def _bubblewrap(root: bool, settings: SandboxSettings, template: Path | None, se
     ours = Path(__file__).parents[1]  # it holds the answers of tasks that ship
     if any(ours.is_relative_to(path) for path in ("/usr", *needed)):
         out += ["--perms", "0555", "--size", "4096", "--tmpfs", str(ours)]
-    for path, size in ((WORK, settings.disk_mb * 10**6), (HOME, settings.disk_mb * 10**6), ("/dev/shm", 1 << 24)):
-        out += ["--perms", "1777" if path == "/dev/shm" else "0755", "--size", str(size), "--tmpfs", path]
     out += [] if template is None else ["--ro-bind", str(template), "/template"]
     out += ["--ro-bind", AGENT, "/agent.py", "--remount-ro", "/dev", "--remount-ro", "/"]
     return [*out, *([] if seccomp is None or not _seccomp() else ["--seccomp", str(seccomp)]), "--"]
