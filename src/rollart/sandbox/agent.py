@@ -27,7 +27,8 @@ def prepare(spec):
     if entries := [os.path.join(spec["template"], name) for name in os.listdir(spec["template"] or spec["work"])]:
         subprocess.run(["cp", "-a", "--", *entries, spec["work"]], check=True, stdout=subprocess.DEVNULL)
     if spec["uid"]:
-        subprocess.run(["chown", "-hR", f"{spec['uid']}:{spec['uid']}", spec["work"], spec["home"]], check=True)
+        subprocess.run(["chown", "-hR", f"{spec['uid']}:{spec['uid']}", spec["work"]], check=True)
+        os.chown(spec["home"], spec["uid"], spec["uid"])  # a Python of this machine may lie under it
         os.setgroups([])
         os.setresgid(*[spec["uid"]] * 3)
         os.setresuid(*[spec["uid"]] * 3)
