@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rollart.core.ranges import above, at_least
+
 
 @dataclass(frozen=True, kw_only=True)
 class CallSettings:
@@ -34,12 +36,8 @@ class CallSettings:
     call_cost: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "batch", "breaker_failures", "request_mb", "answer_mb", "breaker_seconds"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
-        for name in ("backoff_seconds", "batch_seconds", "second_cost", "call_cost"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
+        above(self, 0, "concurrency", "batch", "breaker_failures", "request_mb", "answer_mb", "breaker_seconds")
+        at_least(self, 0, "backoff_seconds", "batch_seconds", "second_cost", "call_cost")
         if self.backoff_limit_seconds < self.backoff_seconds:
             raise ValueError(f"backoff_limit_seconds must be at least backoff_seconds = {self.backoff_seconds:g}; "
                              f"got {self.backoff_limit_seconds:g}")
@@ -63,9 +61,7 @@ class ElasticSettings:
     queue: int = 1000
 
     def __post_init__(self) -> None:
-        for name in ("max_instances", "concurrency", "idle_seconds", "start_seconds", "queue"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+        above(self, 0, "max_instances", "concurrency", "idle_seconds", "start_seconds", "queue")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +89,7 @@ class RewardSettings:
     elastic: ElasticSettings = field(default_factory=ElasticSettings)
 
     def __post_init__(self) -> None:
-        for name in ("processes", "score_seconds", "wait_seconds", "memory_mb"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+        above(self, 0, "processes", "score_seconds", "wait_seconds", "memory_mb")
         if self.retries < 0:
             raise ValueError(f"retries must be at least 0; got {self.retries}")
         for where in (self.where, *self.places.values()):

@@ -24,6 +24,7 @@ from itertools import count
 from pathlib import Path
 
 from rollart.core.errors import ConfigError
+from rollart.core.ranges import above
 
 KINDS = ("auto", "bubblewrap", "podman", "docker", "trust")
 WORK, HOME, AGENT = "/box", "/tmp", str(Path(__file__).with_name("agent.py"))
@@ -62,9 +63,7 @@ class SandboxSettings:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"a sandbox is one of {', '.join(KINDS)}; got {self.kind!r}")
-        for name in ("seconds", "life_seconds", "memory_mb", "pids", "cpu_seconds", "output_bytes", "disk_mb"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+        above(self, 0, "seconds", "life_seconds", "memory_mb", "pids", "cpu_seconds", "output_bytes", "disk_mb")
         if not 0 <= self.warm <= 16:
             raise ValueError(f"warm must lie between 0 and 16; got {self.warm}")
 

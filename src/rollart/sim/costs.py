@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from rollart.core.errors import ConfigError
+from rollart.core.ranges import at_least
 from rollart.envs.domain import nearest
 from rollart.sim.calibration import Calibration
 
@@ -62,9 +63,7 @@ class Shape:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "kv_heads", "head", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        at_least(self, 1, "layers", "hidden", "heads", "kv_heads", "head", "vocabulary")
         if not 0 <= self.active <= self.experts or bool(self.experts) != bool(self.active and self.expert_mlp):
             raise ValueError(f"a mixture of experts needs experts >= active >= 1 and expert_mlp; got experts "
                              f"{self.experts}, active {self.active}, expert_mlp {self.expert_mlp}")

@@ -19,6 +19,7 @@ from rollart.backends.process import wire
 from rollart.backends.process.pool import NoFreeWorker, Worker, WorkerFailed, WorkerPool
 from rollart.core.clock import now
 from rollart.core.errors import EnvironmentFailed
+from rollart.core.ranges import above, at_least
 from rollart.core.types import Action, Observation, Task
 from rollart.envs.domain import make_domain
 
@@ -43,12 +44,8 @@ class ProcessSettings:
     preopen: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("memory_mb", "message_mb"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
-        for name in ("max_processes", "idle_processes", "preopen"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
+        above(self, 0, "memory_mb", "message_mb")
+        at_least(self, 0, "max_processes", "idle_processes", "preopen")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rollart.core.ranges import above
 from rollart.distributed.api import Role
 
 
@@ -53,9 +54,7 @@ class ClusterSettings:
     redo_batches: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("start_seconds", "silent_seconds", "max_restarts", "redo_batches"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+        above(self, 0, "start_seconds", "silent_seconds", "max_restarts", "redo_batches")
         roles = [role.value for role in Role if role is not Role.REWARD]
         if unknown := sorted(set(self.workers) - set(roles)):
             raise ValueError(f"workers are named by role, {', '.join(roles)}; got {unknown[0]}")

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rollart.core.ranges import above, at_least
+
 Schedule = Literal["constant", "linear", "cosine"]
 
 
@@ -42,9 +44,7 @@ class SmallModel:
             raise ValueError(f"experts_per_token = {self.experts_per_token} is used by nothing with experts = 0")
         if self.family not in ("qwen3", "llama"):
             raise ValueError(f"family must be qwen3 or llama; got {self.family!r}")
-        for name in ("layers", "width", "heads", "kv_heads", "mlp", "vocabulary", "context_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        at_least(self, 1, "layers", "width", "heads", "kv_heads", "mlp", "vocabulary", "context_tokens")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads; got {self.heads} and {self.kv_heads}")
         if self.width % (2 * self.heads):
@@ -71,9 +71,7 @@ class EngineSettings:
     answer_seconds: float = 120.0
 
     def __post_init__(self) -> None:
-        for name in ("max_concurrent", "kv_tokens", "prefill_chunk", "answer_seconds"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+        above(self, 0, "max_concurrent", "kv_tokens", "prefill_chunk", "answer_seconds")
         if self.threads < 0:
             raise ValueError(f"threads must be 0 (its share of the cores) or more; got {self.threads}")
         if self.context_tokens < 0:
@@ -132,9 +130,7 @@ class LearnerSettings:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)!r}")
-        for name in ("micro_batch_tokens", "minibatches", "ranks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}")
+        at_least(self, 1, "micro_batch_tokens", "minibatches", "ranks")
         if self.threads < 0:
             raise ValueError(f"threads must be 0 (its share of the cores) or more; got {self.threads!r}")
         check_schedule(self.schedule, self.warmup_steps, self.total_steps)
@@ -214,9 +210,7 @@ class WarmStartSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("demonstrations", "passes", "batch_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}")
+        at_least(self, 1, "demonstrations", "passes", "batch_tokens")
         for name, rate in (("error_rate", self.error_rate), *((f"error_rates.{d}", r) for d, r in
                                                               self.error_rates.items())):
             if not 0 <= rate <= 1:

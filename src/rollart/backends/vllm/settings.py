@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from rollart.core.ranges import above
+
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Eager = Literal["auto", "always", "never"]
 
@@ -44,9 +46,7 @@ class VLLMSettings:
         if self.dtype not in get_args(Dtype) or self.eager not in get_args(Eager):
             raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))} and eager of "
                              f"{', '.join(get_args(Eager))}; got {self.dtype!r} and {self.eager!r}")
-        for name in ("max_concurrent", "prefill_chunk", "tensor_parallel", "start_seconds", "answer_seconds"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+        above(self, 0, "max_concurrent", "prefill_chunk", "tensor_parallel", "start_seconds", "answer_seconds")
         for name in ("context_tokens", "kv_gb", "threads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 (its default) or more; got {getattr(self, name)}")

@@ -25,6 +25,7 @@ from typing import Any
 
 from rollart.core.clock import stream
 from rollart.core.errors import ConfigError
+from rollart.core.ranges import above
 from rollart.envs.swe.mutate import Mutation, mutate, mutations
 from rollart.envs.swe.task_set import FORMAT, BugTask, Files, Tested, files_of, opened, read_files, read_meta, run_tests
 from rollart.sandbox import SandboxSettings
@@ -54,9 +55,7 @@ class MakeSettings:
     sandbox: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("count", "bugs", "workers", "test_seconds"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
+        above(self, 0, "count", "bugs", "workers", "test_seconds")
         SandboxSettings(kind=self.sandbox)
 
 
