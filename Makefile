@@ -32,7 +32,7 @@ quickstart: $(VENV)/.run  ## Train a small agent on three tasks, on this machine
 	$(BIN)/rollart train recipes/quickstart.toml --run $(QUICKSTART)
 
 check: $(VENV)/.dev  ## Lint, types, layers
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -4,11 +4,12 @@ Measured: what an engine step, a turn and a prefilled token cost (least squares 
 from one real run with schedule sync the learner's seconds per token, the episodes (as records) and the seconds of
 environments and rewards. Engine, learner, control plane and environments share cores, memory bandwidth and an
 interpreter: so the engine is measured again beside a learner that trains, and the learner's seconds per token also in
-a run with schedule areal, which is not predicted. Then real runs with each schedule, and the same schedules simulated:
-seconds per step and trainer idle side by side. The filter of groups is off, since the simulator does not learn. Needs
-a machine that does nothing else.
+a run with schedule areal, which is not predicted. Then real runs with each schedule, and the same schedules simulated
+with SEEDS seeds: seconds per step and trainer idle side by side. The filter of groups is off, since the simulator does
+not learn. A run begins with batches of the groups that end first, which are short, and then of what these left; its
+first SKIPPED steps are not counted, real or simulated. Needs a machine that does nothing else.
 
-    python benchmarks/sim_vs_real.py [--steps 10] [--json FILE]
+    python benchmarks/sim_vs_real.py [--steps 20] [--json FILE]
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,7 +48,7 @@ from rollart.sim.world import SimPool, World, simulate
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
 SCHEDULES, OVERLAPPED = ("sync", "one_off", "rollart"), "areal"
 BATCHES, CONTEXTS, SAMPLED = (1, 16, 64, 128, 192), (24, 160), (2, 24)  # two of each tell turn, prefill and decode
-ROUNDS = 6
+ROUNDS, SEEDS, SKIPPED = 6, 5, 8
 GLUE = 7
 """Tokens that the simulated renderer adds to a message and the next header; recorded lengths have them already."""
 
@@ -81,13 +81,17 @@ class Watch:
 
     @property
     def step_seconds(self) -> float:
-        """In steady state: the first step fills the pipeline."""
-        return (self.steps[-1][0] - self.steps[0][0]) / (len(self.steps) - 1)
+        """In steady state."""
+        return self.seconds / (len(self.steps) - SKIPPED)
+
+    @property
+    def seconds(self) -> float:
+        return self.steps[-1][0] - self.steps[SKIPPED - 1][0]
 
     @property
     def idle(self) -> float:
         """Share of the time that the trainer waited for a batch."""
-        return sum(self.waited[1:]) / (self.steps[-1][0] - self.steps[0][0])
+        return sum(self.waited[SKIPPED:]) / self.seconds
 
 
 async def real(recipe: Recipe) -> Watch:
@@ -211,15 +215,17 @@ def predicted(recipe: Recipe, costs: Costs, watch: Watch, schedule: str, steps: 
     how busy both are: simulated again with the shares that come out, until these stand still."""
     shares = (0.5, 0.5) if ScheduleSettings(name=schedule).schedule.overlap is not Overlap.NONE else (0.0, 0.0)
     for _ in range(ROUNDS):
-        seconds, idle, busy = _simulated(recipe, costs.at(*shares), watch, schedule, steps)
+        runs = [_simulated(recipe, costs.at(*shares), watch, schedule, steps, seed) for seed in range(SEEDS)]
+        seconds, idle, training, decoding = map(statistics.fmean, zip(*runs, strict=True))
         if shares == (0.0, 0.0):
             break
-        shares = (0.5 * (shares[0] + busy["train"]), 0.5 * (shares[1] + busy["cpu"]))
+        shares = (0.5 * (shares[0] + training), 0.5 * (shares[1] + decoding))
     return seconds, idle
 
 
 def _simulated(recipe: Recipe, costs: tuple[StepCost, TrainCost], watch: Watch, schedule: str,
-               steps: int) -> tuple[float, float, Mapping[str, float]]:
+               steps: int, seed: int) -> tuple[float, float, float, float]:
+    """(seconds per step, trainer idle, busy share of the learner, of the engine)."""
     idle: list[float] = []
 
     class Waits:
@@ -234,16 +240,18 @@ def _simulated(recipe: Recipe, costs: tuple[StepCost, TrainCost], watch: Watch, 
         pipeline=PipelineSettings(steps=steps, checkpoint_every=0), algo=recipe.algorithm,
         reward=RewardCost(cold_start_s=0.0), train=costs[1], publish_s=statistics.fmean(watch.published),
         wasted_share=1.0)
-    result = simulate(world, 0, [Waits()])
-    seconds = (result.step_ends[-1] - result.step_ends[0]) / (steps - 1)  # the same steps as in the real run
-    return seconds, sum(idle[1:]) / (result.step_ends[-1] - result.step_ends[0]), result.busy
+    result = simulate(world, seed, [Waits()])
+    seconds = result.step_ends[-1] - result.step_ends[SKIPPED - 1]
+    return (seconds / (steps - SKIPPED), sum(idle[SKIPPED:]) / seconds, result.busy["train"], result.busy["cpu"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of each run")
+    parser.add_argument("--steps", type=int, default=20, help=f"optimizer steps of each run, more than {SKIPPED}")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
+    if arguments.steps <= SKIPPED:
+        parser.error(f"--steps must be more than {SKIPPED}; got {arguments.steps}")
     recipe = load_recipe(RECIPE, [f"pipeline.steps={arguments.steps}", "pipeline.checkpoint_every=0",
                                   "evaluation.tasks=0", "algorithm.filter=none"])
     alone = asyncio.run(engine_cost(recipe, first_policy(recipe)))

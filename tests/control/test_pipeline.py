@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -374,18 +373,17 @@ def test_s2_one_hung_environment_of_16_changes_no_step_beyond_its_replacement_an
     async def times(hung: int | None) -> tuple[list[float], Rig]:
         pool = FakePool(trouble=lambda stage, number: "hang" if stage == "step" and number == hung else "")
         rig = Rig(rollout=RolloutSettings(batch_groups=2, group_size=4, environment_seconds=30.0), pool=pool,
-                  pipeline=PipelineSettings(steps=6, checkpoint_every=0))
+                  schedule=ScheduleSettings(alpha=3), pipeline=PipelineSettings(steps=12, checkpoint_every=0))
         assert await rig.run() == []
         return rig.log.times(StepEnded), rig
 
     calm, _ = run_virtual(times(None))
     hung, rig = run_virtual(times(5))
-    assert len(hung) == 6
+    assert len(hung) == 12
     episode = 12.0
     delays = [b - a for a, b in zip(calm, hung, strict=True)]
-    assert max(delays) <= 30.0 + episode
-    steps = [b - a for a, b in itertools.pairwise(calm)]
-    assert [b - a for a, b in itertools.pairwise(hung)][2:] == pytest.approx(steps[2:], abs=0.2)
+    assert max(delays) <= episode
+    assert max(delays[6:]) <= max(delays[:6]) + 0.2  # and it does not add up
     failed = [e.trajectory for e in rig.log.of(TrajectoryEnded) if e.fate is Fate.FAILED]
     assert [str(t.id) for t in failed] == ["g1.1"]
     assert failed[0].error.startswith("EnvironmentFailed: g1.1 (game/1) after ")

@@ -60,9 +60,10 @@ def play(story: Callable[[Rig], Awaitable[None]], *, restored: Restored | None =
 async def train(rig: Rig) -> None:
     """One step as the pipeline does it: take, step, publish, load."""
     groups = rig.buffer.take()
+    assert rig.buffer.evict() == ([], [])
     rig.log.emit(BatchTaken(rig.buffer.version, tuple(g.id for g in groups), (), 0.0))
     rig.trainer.version += 1
-    assert rig.buffer.advance(rig.trainer.version) == ([], [])
+    rig.buffer.advance(rig.trainer.version)
     await rig.serve()
     rig.buffer.live(rig.trainer.version)
     rig.changed.notify()
@@ -144,7 +145,7 @@ def test_a_group_dropped_for_staleness_gives_its_task_back_before_new_ones() -> 
 def test_an_open_group_beyond_the_bound_is_dropped_at_its_next_turn() -> None:
     async def story(rig: Rig) -> None:
         await asyncio.sleep(3.0)
-        rig.buffer.version = 2  # two versions passed during the first turns
+        rig.buffer.version = rig.buffer.due = 2  # two versions passed during the first turns
         await asyncio.sleep(5.0)
 
     rig = play(story)

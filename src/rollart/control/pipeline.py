@@ -5,10 +5,10 @@
           |  slots freed, once live       |  advance(version)             v
           +-------------------------------+----- LLMProxy.update <-- Trainer.publish   (overlaps the next step)
 
-The six steps of the paper, per version: (1) get_batch: wait for a full batch, stale groups evicted first; (2) suspend,
-(3) update, (4) resume, (5) recompute KV of what is in flight; (6) train_step, beside rollout. Steps 2-5 run as soon as
-the published weights can be read, not only at the next get_batch: rollout is on newer weights for longer, and with
-alpha = 0 there is no batch to wait for before them.
+The six steps of the paper, per version: (1) get_batch: wait for a full batch, then evict what no later one may hold;
+(2) suspend, (3) update, (4) resume, (5) recompute KV of what is in flight; (6) train_step, beside rollout. Steps 2-5
+run as soon as the published weights can be read, not only at the next get_batch: rollout is on newer weights for
+longer, and with alpha = 0 there is no batch to wait for before them.
 
 waits for                                        | woken by
 rollout    : a free slot                         | weights live (or the schedule's moment), a group that was given up
@@ -127,8 +127,13 @@ class Pipeline:
         if self._stop:
             return (), 0.0
         groups = self.buffer.take()
+        evicted, hopeless = self.buffer.evict()
+        for group in evicted:
+            self._give_up(group, Fate.STALE, "beyond the staleness bound while it waited")
         if self.schedule.overlap is Overlap.NONE:
             self.rollout.drop(list(self.buffer.open), Fate.CANCELLED, "the batch is full")
+        else:
+            self.rollout.drop(hopeless, Fate.STALE, "beyond the staleness bound")
         self.changed.notify()
         return groups, now() - started
 
@@ -159,12 +164,9 @@ class Pipeline:
         return report
 
     def _advance(self, groups: Sequence[Group], report: StepReport) -> None:
-        """The trainer stands at the next version: evict what can no longer be trained."""
+        """The trainer stands at the next version."""
         buffer = self.buffer
-        evicted, hopeless = buffer.advance(buffer.version + 1)
-        for group in evicted:
-            self._give_up(group, Fate.STALE, "beyond the staleness bound while it waited")
-        self.rollout.drop(hopeless, Fate.STALE, "beyond the staleness bound")
+        buffer.advance(buffer.version + 1)
         members = [(m.task.domain, m.score) for group in groups for m in group.members if m.score]
         domains = sorted({domain for domain, _ in members})
         rewards = {d: fmean(s.value for domain, s in members if domain == d) for d in domains}

@@ -5,7 +5,7 @@ token of its members (queue time included). How:
 
   admission   at most (alpha + 1) * batch groups are open, ready or in training, so that a group admitted now is at most
               alpha steps old when its turn comes (oldest first); slots are freed when the schedule says;
-  eviction    when the trainer moves to n, ready groups beyond the bound are dropped and open ones called hopeless;
+  eviction    when the batch of n is taken, what the batch of n+1 may not hold is dropped, ready or open;
   or waiting  with policy `wait` a batch is taken only if what it leaves behind can still be trained in time.
 
 Waiting, exactly. A group's deadline is oldest + alpha. After a step at n takes its batch, each later step n+k takes
@@ -44,7 +44,8 @@ class SampleBuffer:
         if stale is StalePolicy.WAIT and spare_groups:
             raise ValueError(f"stale = wait trains every group, so spare_groups must be 0; got {spare_groups}")
         self.batch_groups, self.alpha, self.schedule, self.stale = batch_groups, alpha, schedule, stale
-        self.version = version
+        self.version = self.due = version
+        """due: the version at which the next batch is trained, `version` or the one after."""
         self.slots = (alpha + 1) * batch_groups + spare_groups
         if schedule.free is FreeSlots.TAKEN:
             self.slots = batch_groups + spare_groups
@@ -58,6 +59,8 @@ class SampleBuffer:
         """Slots that a new group may take. Without overlap there are none while the trainer works."""
         if self.training and self.schedule.overlap is Overlap.NONE:
             return 0
+        if self.schedule.free is FreeSlots.LIVE and self.version in self.training:
+            return 0
         return self.slots - len(self.open) - len(self.ready) - sum(self.training.values())
 
     def admit(self, group: int, born: Version) -> None:
@@ -69,12 +72,16 @@ class SampleBuffer:
     def note(self, group: int, oldest: Version | None) -> bool:
         """An open group's oldest sampled version is now `oldest`. False if it can no longer be trained in time."""
         self.open[group].oldest = oldest
-        return not (self.schedule.check_always and oldest is not None and self.version - oldest > self.alpha)
+        return not self._late(oldest)
+
+    def _late(self, oldest: Version | None) -> bool:
+        """Whether the next batch may not hold it."""
+        return self.schedule.check_always and oldest is not None and self.due - oldest > self.alpha
 
     def put(self, group: Group) -> bool:
         """Store a complete group; False (and its slot is free) if it is already too old to train."""
         del self.open[group.id]
-        if self.schedule.check_always and self.version - group.oldest > self.alpha:
+        if self._late(group.oldest):
             return False
         self.ready[group.id] = group
         return True
@@ -107,30 +114,33 @@ class SampleBuffer:
         chosen = self._batch()
         for group in chosen:
             del self.ready[group.id]
-            if self.schedule.check_always and self.version - group.oldest > self.alpha:
+            if self._late(group.oldest):
                 raise InvariantViolated(f"I1: group {group.id} is {self.version - group.oldest} versions old at "
                                         f"version {self.version}, the bound is {self.alpha}")
+        self.due = self.version + 1
         if self.schedule.free is not FreeSlots.TAKEN:
-            self.training[self.version + 1] = len(chosen)
+            self.training[self.due] = len(chosen)
         return tuple(chosen)
 
-    def advance(self, version: Version) -> tuple[list[Group], list[int]]:
-        """The trainer reached `version`. Returns (evicted ready groups, ids of open groups that are now hopeless)."""
-        if version != self.version + 1:
-            raise InvariantViolated(f"I5: the trainer went from version {self.version} to {version}")
-        self.version = version
-        if self.schedule.free is FreeSlots.STEPPED:
-            self.training.pop(version, None)
-        if not self.schedule.check_always:
-            return [], []
-        evicted = [g for g in self.ready.values() if version - g.oldest > self.alpha]
+    def evict(self) -> tuple[list[Group], list[int]]:
+        """After `take`: what no later batch may hold. (ready groups, which are gone; ids of open ones)."""
+        evicted = [group for group in self.ready.values() if self._late(group.oldest)]
         for group in evicted:
             del self.ready[group.id]
-        hopeless = [i for i, o in self.open.items() if o.oldest is not None and version - o.oldest > self.alpha]
+        hopeless = [id for id, group in self.open.items() if self._late(group.oldest)]
         if self.stale is StalePolicy.WAIT and (evicted or hopeless):
             raise InvariantViolated(f"I1: policy wait let {len(evicted)} ready and {len(hopeless)} open groups grow "
                                     f"older than {self.alpha} versions")
         return evicted, hopeless
+
+    def advance(self, version: Version) -> None:
+        """The trainer reached `version`."""
+        if version != self.version + 1 or version != self.due:
+            raise InvariantViolated(f"I5: the trainer went from version {self.version} to {version}, "
+                                    f"the next batch is for {self.due}")
+        self.version = version
+        if self.schedule.free is FreeSlots.STEPPED:
+            self.training.pop(version, None)
 
     def live(self, version: Version) -> int:
         """The weights of `version` are served: the slots that paid for them are free. Returns how many."""
@@ -143,5 +153,5 @@ class SampleBuffer:
             raise InvariantViolated(f"I4: {len(self.open)} open + {len(self.ready)} ready + "
                                     f"{sum(self.training.values())} training groups exceed {self.slots} slots")
         for group in self.ready.values():
-            if self.schedule.check_always and self.version - group.oldest > self.alpha:
-                raise InvariantViolated(f"I1: ready group {group.id} is {self.version - group.oldest} versions old")
+            if self._late(group.oldest):
+                raise InvariantViolated(f"I1: ready group {group.id} is {self.due - group.oldest} versions old")

@@ -273,6 +273,7 @@ def test_the_domains_play_the_same_in_a_process_as_here():
                 action = Action(player.act(there))
                 there = await environment.step(action)
                 assert there == here.step(action), name
+            here.close()
             await environment.close()
 
     run(story, domains={name: {} for name in names})
