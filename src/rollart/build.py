@@ -43,7 +43,7 @@ from rollart.observe.invariants import Bounds, Invariants
 from rollart.observe.journal import Journal, Subscriber
 from rollart.observe.ledger import Ledger
 from rollart.observe.run_folder import RunFolder
-from rollart.parts import EngineCluster, Parts, check_engines, local_parts, make_engine, make_environments
+from rollart.parts import EngineCluster, Parts, check_parts, local_parts, make_engine, make_environments
 from rollart.policy import Policy, Progress, context_tokens, first_policy, load_policy
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[Eva
 
 async def _connect(stack: AsyncExitStack, recipe: Recipe) -> RayCluster:
     """Join the cluster and see that everything fits, before anything else is begun. Raises ConfigError."""
-    check_engines(recipe, here=False)
+    check_parts(recipe, here=False)
     cluster = open_cluster(recipe)
     stack.callback(cluster.close)
     plan(recipe, cluster.nodes())

@@ -19,7 +19,7 @@ from rollart.control.mending import MendingTrainer
 from rollart.core.errors import ConfigError, EngineLost, EnvironmentFailed, TrainerLost
 from rollart.distributed import Need, Node, Placed, Role, affinity, place, render_plan, worker_class
 from rollart.observe.run_folder import RunFolder
-from rollart.parts import EngineCluster, Parts, check_engines, engine_ids, make_ranked
+from rollart.parts import EngineCluster, Parts, check_parts, engine_ids, make_ranked
 from rollart.policy import Policy, cache_folder
 
 WORKERS: dict[Role, str] = {
@@ -180,9 +180,9 @@ def plan_lines(recipe: Recipe) -> list[str]:
     """
     if recipe.cluster.address in ("", "local"):
         if not recipe.model.path or Path(recipe.model.path).is_dir():  # a plan may be made far from the model
-            check_engines(recipe, here=False)
+            check_parts(recipe, here=False)
         return plan(recipe, planned_nodes(recipe))[1]
-    check_engines(recipe, here=False)
+    check_parts(recipe, here=False)
     cluster = open_cluster(recipe)
     try:
         return plan(recipe, cluster.nodes())[1]

@@ -74,9 +74,9 @@ def train(
         if ray:
             settings = replace(settings, cluster=replace(settings.cluster, address=ray))
         if not settings.cluster.address:
-            from rollart.parts import check_engines
+            from rollart.parts import check_parts
 
-            check_engines(settings)
+            check_parts(settings)
         if dry_run:
             _describe(settings)
             return
@@ -280,19 +280,19 @@ def report(
 
 @envs_app.command("list")
 def envs_list() -> None:
-    """The task domains that ship, with their settings."""
+    """The task domains that ship, and the adapters to those of others, with their settings."""
     import dataclasses
 
-    from rollart.envs.domain import DOMAINS, domain_class
+    from rollart.envs.domain import ADAPTERS, DOMAINS, domain_class
 
-    for name in DOMAINS:
+    for name in (*DOMAINS, *ADAPTERS):
         try:
             kind = domain_class(name)
         except ConfigError as missing:
             console.print(f"[bold]{name}[/]: {escape(str(missing))}")
             continue
-        module = sys.modules[kind.__module__].__doc__ or ""
-        console.print(f"[bold]{name}[/]: {module.strip().splitlines()[0]}")
+        about = (kind if name in ADAPTERS else sys.modules[kind.__module__]).__doc__ or ""
+        console.print(f"[bold]{name}[/]: {about.strip().splitlines()[0]}")
         for f in dataclasses.fields(kind.Settings):
             console.print(f"    {f.name} = {f.default!r}", highlight=False, markup=False)
 

@@ -9,6 +9,7 @@ import platform
 import sys
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rollart.sandbox.launch import INSTALL, reason
@@ -45,10 +46,10 @@ def check_up(console: Console) -> bool:
         except ImportError as missing:
             needed = needed and extra in ("hf", "lora", "serverless", "ray")
             state = f"[yellow]{missing}: pip install 'rollart\\[{extra}]'[/]"
-        table.add_row(module, state, use)
+        table.add_row(module, state, escape(use))
     kind = next((kind for kind in ("bubblewrap", "podman", "docker") if not reason(kind)), "")
     table.add_row("sandbox", f"[green]{kind}[/]" if kind else f"[yellow]{reason('bubblewrap')}: {INSTALL}[/]",
-                  "running code that a model wrote: maths, unit tests")
+                  "running code that a model wrote: maths, swe, unit tests")
     table.add_row("GPU", _gpu(), "engine and learner use it (device = auto)")
     console.print(table)
     console.print("ready: make quickstart" if needed else "not ready: install what is missing above")

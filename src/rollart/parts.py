@@ -162,8 +162,13 @@ def make_engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: Any
     return EmbeddedEngine(id, pool, policy.model, weights, recipe.engine, shares()[0])
 
 
-def check_engines(recipe: Recipe, *, here: bool = True) -> None:
-    """What vLLM (of this machine, if the engines are to run `here`) and the model do not allow. Raises ConfigError."""
+def check_parts(recipe: Recipe, *, here: bool = True) -> None:
+    """What can be refused before a run begins: what vLLM and the model do not allow, and a weights.folder that cannot be
+    used. `here`: the parts are to run on this machine. Raises ConfigError."""
+    if here and recipe.weights.carrier == "file":
+        from rollart.backends.weights import open_writer
+
+        open_writer(recipe.weights).close()
     if any(pool.engine == "vllm" for pool in recipe.pools.values()):
         from rollart.backends.vllm.checks import check_model, check_vllm, read_config
 

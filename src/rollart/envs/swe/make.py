@@ -209,8 +209,8 @@ def _fetch(source: str, template: Path) -> None:
             subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", kind,
                             "--dest", folder, name], capture_output=True, text=True, timeout=300, check=True)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            said = " ".join(str(error.stderr).split())[-300:]
-            raise ConfigError(f"pip cannot download the source of {name}: {said}") from None
+            said = [line for line in str(error.stderr).splitlines() if line.startswith("ERROR:")] or [str(error)]
+            raise ConfigError(f"pip cannot download the source of {name}: {said[-1][:200]}") from None
         archive, unpacked = next(Path(folder).iterdir()), Path(folder, "unpacked")
         shutil.unpack_archive(archive, unpacked, "zip" if archive.suffix == ".whl" else None)
         if source == "humaneval":
