@@ -163,8 +163,8 @@ def make_engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: Any
 
 
 def check_parts(recipe: Recipe, *, here: bool = True) -> None:
-    """What can be refused before a run begins: what vLLM and the model do not allow, a weights.folder that cannot be used.
-    `here`: the parts are to run on this machine. Raises ConfigError."""
+    """What can be refused before a run begins: what vLLM and the model do not allow, a weights.folder that cannot be
+    used. `here`: the parts are to run on this machine. Raises ConfigError."""
     if here and recipe.weights.carrier == "file":
         from rollart.backends.weights import open_writer
 
