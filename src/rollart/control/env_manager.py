@@ -10,7 +10,6 @@ Waits for: the environment (open, first, step), the proxy (generate), the scorer
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -19,6 +18,7 @@ from rollart.control.llm_proxy import LLMProxy
 from rollart.control.settings import RolloutSettings
 from rollart.control.wave import Wave
 from rollart.core.clock import draw, stream
+from rollart.core.deadline import Deadline
 from rollart.core.errors import EngineLost, EnvironmentFailed, PortError, ScorerFailed
 from rollart.core.events import EnvironmentClosed, EnvironmentOpened, TurnEnded
 from rollart.core.ports import Environment, EnvironmentPool, Journal, Renderer, Scorer
@@ -70,6 +70,8 @@ class EnvManager:
         self.oldest: Version | None = None
         """Version of the oldest sampled token; None before the first."""
         self.seconds: dict[str, float] = {}
+        self._spent = 0.0  # the sum of `seconds`
+        self._deadline = Deadline()
         self._calls: list[float] = []
         self._prompt: Tokens = ids()
         self._start = Observation()
@@ -94,6 +96,7 @@ class EnvManager:
             return self.trajectory(Outcome.FAILED, error=f"{type(failure).__name__}: {failure}")
         finally:
             self.stage, self.since = "ended", self._now()
+            self._deadline.close()
             self._s.proxy.forget(self.id)
 
     async def _rollout(self, wave: Wave | None) -> Outcome:
@@ -193,10 +196,10 @@ class EnvManager:
 
     async def _within(self, stage: str, limit: float, failure: type[PortError], work: Awaitable[T]) -> T:
         """`work` under the stage's deadline and what is left of the episode's; its time is added to the stage."""
-        left = self._s.settings.episode_seconds - math.fsum(self.seconds.values())
+        left = self._s.settings.episode_seconds - self._spent
         self.stage, self.since = stage, self._now()
         try:
-            async with asyncio.timeout(min(limit, left)):
+            with self._deadline.within(min(limit, left)):
                 return await work
         except TimeoutError:
             what = f"{stage} gave no answer within {limit:g} s" if limit <= left else (
@@ -204,4 +207,6 @@ class EnvManager:
             raise failure(f"{self.id} ({self.task.id}) after {len(self.turns)} sampled turns: {what}; "
                           f"the trajectory is {self._now() - self.started:.3g} s old") from None
         finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + self._now() - self.since
+            took = self._now() - self.since
+            self._spent += took
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + took

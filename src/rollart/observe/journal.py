@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from operator import attrgetter
@@ -81,11 +81,16 @@ def _writer(kind: type) -> Callable[[Any], str]:
 
 
 def _dataclass_writer(kind: type) -> Callable[[Any], str]:
-    names = [field.name for field in fields(kind)]
+    names, name = [field.name for field in fields(kind)], kind.__name__
     if len(names) < 2:
-        return lambda value: f"{kind.__name__}({','.join(canonical(getattr(value, name)) for name in names)})"
+        return lambda value: f"{name}({','.join(canonical(getattr(value, one)) for one in names)})"
     values = attrgetter(*names)
-    return lambda value: f"{kind.__name__}({','.join(map(canonical, values(value)))})"
+    return lambda value: f"{name}({_joined(values(value))})"
+
+
+def _joined(values: Iterable[Any]) -> str:
+    """Their canonical texts. Half of a digest's time is spent here."""
+    return ",".join([(_WRITERS.get(type(value)) or _writer(type(value)))(value) for value in values])
 
 
 def _enum_text(value: Enum) -> str:
@@ -97,7 +102,7 @@ def _mapping_text(value: Mapping[str, Any]) -> str:
 
 
 def _sequence_text(value: Sequence[Any]) -> str:
-    return f"[{','.join(map(canonical, value))}]"
+    return f"[{_joined(value)}]"
 
 
 def _group_text(value: Group) -> str:
