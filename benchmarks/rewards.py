@@ -5,8 +5,9 @@
 caller: scored trajectories per second against a function that does nothing, beside plain httpx on the same server.
 burst: 500 trajectories at once onto the platform at zero instances; 0.1 s each, 16 instances at most.
 run: a real training run whose schedule (sync) sends the 500 trajectories of each step to their rewards at once.
-shape: the same training twice on two cores. Reserved: one core belongs to the reward worker, everything else, with one
-engine, has the other. Elastic: both cores belong to all, there are two engines, the function's instances come and go.
+shape: the same training twice on two cores. Reserved: one core belongs to the reward worker, everything else has the
+other. Elastic: both cores belong to all, engine and learner compute with two threads, the function's instances come and
+go. The model is large enough (7 million parameters) for two threads to help.
 Rollout time is what the trainer waited for a batch; the schedule is sync_plus, so that nothing else overlaps it. Cores
 busy: CPU seconds of everything over two cores' time. Linux only (it pins processes).
 """
@@ -155,14 +156,13 @@ async def burst(count: int = 500) -> dict[str, Any]:
 
 
 def recipe(where: str, steps: int) -> dict[str, Any]:
-    reserved = where == "processes"
+    threads = 1 if where == "processes" else 2
     return {
         "name": "rewards", "seed": 1, "pipeline": {"steps": steps, "checkpoint_every": 0},
         "schedule": {"name": "sync_plus"}, "evaluation": {"tasks": 0},
         "rollout": {"batch_groups": 8, "group_size": 8},
-        "model": {"small": {"layers": 3, "width": 128, "heads": 4, "kv_heads": 2, "mlp": 256}},
-        "engine": {"threads": 1}, "learner": {"threads": 1 if reserved else 2},
-        "pools": {"default": {"replicas": 1 if reserved else 2}},
+        "model": {"small": {"layers": 4, "width": 384, "heads": 6, "kv_heads": 2, "mlp": 1024}},
+        "engine": {"threads": threads}, "learner": {"threads": threads},
         "reward": {"where": where, "processes": 1, "functions": {"calculator": "rewards:working"},
                    "elastic": {"max_instances": 2, "idle_seconds": 0.5}},
         "domains": {"calculator": {"max_tokens": 16}},
