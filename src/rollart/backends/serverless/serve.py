@@ -12,7 +12,6 @@ import asyncio
 import logging
 import os
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,8 +29,7 @@ from rollart.core.errors import ConfigError
 from rollart.rewards.handler import Handler
 from rollart.rewards.settings import RewardSettings
 
-DEPLOYMENT = "reward"
-END_SECONDS = 30.0
+DEPLOYMENT, END_SECONDS = "reward", 30.0
 SAMPLE_SECONDS, LOOK_BACK_SECONDS = 0.5, 2.0
 """The handle tells Serve so often how many calls it has, and Serve scales by their mean over the second."""
 
@@ -129,23 +127,22 @@ class ServePlatform:
         if tasks:
             with suppress(TimeoutError, RayError, RayServeException):
                 async with asyncio.timeout(END_SECONDS):
-                    await asyncio.wait(tasks)
+                    await asyncio.gather(*tasks, return_exceptions=True)
                     await asyncio.to_thread(self._end)
 
     def _deploy(self) -> Any:
-        reward, instances, nowhere = self._settings, self._settings.elastic, ", ".join(("none", *self._avoid))
+        reward, instances, nowhere = self._settings, self._settings.elastic, ",".join(("none", *self._avoid))
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        with warnings.catch_warnings(action="ignore"):  # what is to replace metrics_interval_s goes for all of Serve
-            deployment = serve.deployment(
-                Replica, name=DEPLOYMENT, max_ongoing_requests=instances.concurrency,
-                max_queued_requests=instances.queue, graceful_shutdown_wait_loop_s=0.2, graceful_shutdown_timeout_s=2.0,
-                ray_actor_options={"num_cpus": instances.cpus,
-                                   "label_selector": {"ray.io/node-id": f"!in({nowhere})"}},
-                autoscaling_config={
-                    "min_replicas": 0, "max_replicas": instances.max_instances, "upscale_delay_s": 0.0,
-                    "downscale_delay_s": instances.idle_seconds, "target_ongoing_requests": instances.concurrency,
-                    "look_back_period_s": LOOK_BACK_SECONDS, "metrics_interval_s": SAMPLE_SECONDS},
-                logging_config={"enable_access_log": False, "log_level": "WARNING"})
+        deployment = serve.deployment(
+            Replica, name=DEPLOYMENT, max_ongoing_requests=instances.concurrency,
+            max_queued_requests=instances.queue, graceful_shutdown_wait_loop_s=0.2, graceful_shutdown_timeout_s=2.0,
+            ray_actor_options={"num_cpus": instances.cpus,
+                               "label_selector": {"ray.io/node-id": f"!in({nowhere})"}},
+            autoscaling_config={
+                "min_replicas": 0, "max_replicas": instances.max_instances, "upscale_delay_s": 0.0,
+                "downscale_delay_s": instances.idle_seconds, "target_ongoing_requests": instances.concurrency,
+                "look_back_period_s": LOOK_BACK_SECONDS, "metrics_interval_s": SAMPLE_SECONDS},
+            logging_config={"enable_access_log": False, "log_level": "WARNING"})
         app = deployment.bind([f"{domain}={name}" for domain, name in self._rewards.items()], instances.concurrency,
                               reward.score_seconds, int(reward.call.answer_mb * 1_000_000))
         serve.start(proxy_location="Disabled")
