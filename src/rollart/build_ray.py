@@ -51,12 +51,12 @@ def needs(recipe: Recipe) -> list[Need]:
     if recipe.evaluation.tasks:
         out.append(Need("eval", Role.ACTOR_GEN, recipe.cluster.evaluation))
     out.append(Need("environments", Role.ENVIRONMENT, recipe.cluster.environments, spread=True))
-    if served(recipe):
+    if on_serve(recipe):
         out.append(Need("rewards", Role.REWARD, recipe.cluster.rewards, spread=True))
     return out
 
 
-def served(recipe: Recipe) -> dict[str, str]:
+def on_serve(recipe: Recipe) -> dict[str, str]:
     """The rewards on Ray Serve: their functions by domain. Raises ConfigError."""
     own = {name: recipe.domain(name).reward for name in recipe.domains}
     rewards = by_place(own, recipe.reward).get("serve", {})
@@ -68,7 +68,7 @@ def served(recipe: Recipe) -> dict[str, str]:
 def serve_site(recipe: Recipe, folder: RunFolder, cluster: Any) -> Site | None:
     """Where the run's rewards on Ray Serve are, if any: not on nodes of other pools, under the name of the run's
     folder, so that a resumed run takes the place of what a killed one left. Raises ConfigError."""
-    if not served(recipe):
+    if not on_serve(recipe):
         return None
     nodes = cluster.nodes()
     mine = {item.node.id for item in plan(recipe, nodes)[0] if item.need.role is Role.REWARD}
@@ -191,7 +191,7 @@ def open_cluster(recipe: Recipe) -> Any:
         raise ConfigError("[lora] is not there on a cluster yet: leave it out, or run without --ray")
     try:
         from rollart.backends.ray.cluster import RayCluster
-        if served(recipe):
+        if on_serve(recipe):
             import rollart.backends.serverless.serve  # noqa: F401
     except ImportError as missing:
         raise ConfigError(f"--ray needs Ray, and rewards on serve its Serve ({missing}): pip install 'rollart[ray]'"

@@ -171,7 +171,7 @@ def test_a_run_with_the_reward_of_one_domain_on_serve(logical, tmp_path):
     settings = replace(settings, reward=RewardSettings(places={"calculator": "serve"}, elastic=ElasticSettings(
         max_instances=2, idle_seconds=2.0)))
     ran, _ = play(settings, tmp_path / "run", Watch())
-    seen = ran.snapshot()["rewards"]
+    seen = ran.scorers.last
     print(json.dumps(seen))
     assert seen["scored"] == seen["calls"] >= 3 * 8
     assert seen["cold_starts"] >= 1

@@ -89,12 +89,13 @@ class ServePlatform:
                 self._respond = handle.options(method_name="respond")
                 problem = await handle.options(method_name="ready").remote(__version__)
         except (TimeoutError, RayError, RayServeException, RuntimeError) as error:
+            problem = f"no replica answers (cluster.start_seconds = {self._start_seconds:g}): {_line(error)}"
             with suppress(TimeoutError, RayError, RayServeException, KeyError):
                 async with asyncio.timeout(5.0):
-                    error = RuntimeError(" ".join((await asyncio.to_thread(self._deployed)).message.split()) or error)
-            problem = f"no replica answers (cluster.start_seconds = {self._start_seconds:g}); {_line(error)}"
+                    problem += "; Serve: " + " ".join((await asyncio.to_thread(self._deployed)).message.split())[:300]
         if problem:
             raise ConfigError(f"rewards on serve: {problem}")
+        self._stats.update(instances=1, peak_instances=1)
         self._tasks.append(asyncio.create_task(self._count(), name="count replicas"))
 
     async def send(self, body: bytes, key: str, seconds: float) -> Reply:
