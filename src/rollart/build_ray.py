@@ -23,7 +23,6 @@ from rollart.distributed import Need, Node, Placed, Role, affinity, place, rende
 from rollart.observe.run_folder import RunFolder
 from rollart.parts import EngineCluster, Parts, check_parts, engine_ids, make_ranked
 from rollart.policy import Policy, cache_folder
-from rollart.rewards.domains import reward_function
 
 WORKERS: dict[Role, str] = {
     Role.ACTOR_TRAIN: "rollart.workers:LearnerWorker", Role.ACTOR_GEN: "rollart.workers:EngineWorker",
@@ -59,10 +58,7 @@ def needs(recipe: Recipe) -> list[Need]:
 def on_serve(recipe: Recipe) -> dict[str, str]:
     """The rewards on Ray Serve: their functions by domain. Raises ConfigError."""
     own = {name: recipe.domain(name).reward for name in recipe.domains}
-    rewards = by_place(own, recipe.reward).get("serve", {})
-    for name in rewards.values():
-        reward_function(name)
-    return rewards
+    return by_place(own, recipe.reward).get("serve", {})
 
 
 def serve_site(recipe: Recipe, folder: RunFolder, cluster: Any) -> Site | None:

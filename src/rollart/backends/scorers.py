@@ -190,6 +190,8 @@ def by_place(domains: Mapping[str, str], settings: RewardSettings) -> dict[str, 
     for domain, own in domains.items():
         name = settings.functions.get(domain, own)
         where = settings.places.get(domain) or settings.where or _bound(name) or "processes"
+        if where == "serve":
+            reward_function(name)  # before a cluster is joined
         out.setdefault(where, {})[domain] = name
     return out
 

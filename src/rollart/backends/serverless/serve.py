@@ -170,4 +170,4 @@ class ServePlatform:
 
 
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}".rstrip(": ")
