@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,9 +12,10 @@ from dataclasses import replace
 
 import pytest
 import ray
+from ray import serve
 from test_cluster_run import BOUND, CLUSTER, Watch, idle, play, recipe
 
-from helpers import environment, rollart, tiny_recipe
+from helpers import command, environment, rollart, tiny_recipe
 from played import request
 from rollart.backends.ray.cluster import RayCluster
 from rollart.backends.ray.settings import ClusterSettings
@@ -71,7 +73,7 @@ def test_a_burst_onto_zero_replicas_is_scored_once_each_and_they_fall_to_zero_an
         scores = await asyncio.gather(*(scorers.score_request(each) for each in asked))
         took = time.monotonic() - fell
         assert [score.value for score in scores] == [0.3] * 60
-        assert not ray.serve.status().proxies, "nothing listens"
+        assert not serve.status().proxies, "nothing listens"
         seen = await scorers.figures()
         assert (seen["calls"], seen["scored"], seen["attempts"], seen["retries"]) == (60, 60, 60, 0)
         assert sorted(line[0] for line in lines(calls)) == sorted(f"g{i}.0" for i in range(60)), "each once"
@@ -175,6 +177,44 @@ def test_a_run_with_the_reward_of_one_domain_on_serve(logical, tmp_path):
     assert seen["cold_starts"] >= 1
     assert seen["peak_instances"] >= 1
     assert idle(logical)
+
+
+def left_on(address):
+    """Replicas by application, and how many named actors."""
+    cluster = RayCluster(ClusterSettings(address=address))
+    cluster.connect()
+    try:
+        return ({name: sum(app.deployments["reward"].replica_states.values())
+                 for name, app in serve.status().applications.items()},
+                len(ray.util.list_named_actors(all_namespaces=True)))
+    finally:
+        cluster.close()
+
+
+def test_what_a_killed_run_leaves_falls_to_zero_and_ends_with_the_resumed_run(logical, tmp_path):
+    path = tiny_recipe(tmp_path, steps=4000, extra=CLUSTER.format(address=logical.address, cluster="",
+                                                                  folder=tmp_path / "weights", **BOUND))
+    quiet = {"env": environment(), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    first = subprocess.Popen(command("train", path, "--run", tmp_path / "run", "--set", "reward.elastic.idle_seconds=2",
+                                     "--set", "reward.places.calculator=serve"), **quiet)
+    deadline = time.monotonic() + 100
+    while not list(tmp_path.glob("run/checkpoints/*")):
+        assert time.monotonic() < deadline
+        assert first.poll() is None
+        time.sleep(0.5)
+    first.kill()
+    first.wait()
+    began = time.monotonic()
+    while (left := left_on(logical.address)[0]) and any(left.values()):
+        assert time.monotonic() < began + 60, left
+        time.sleep(1)
+    print(f"serve: {time.monotonic() - began:.0f} s after the run was killed {left}")
+    assert len(left) == 1
+    resumed = subprocess.Popen(command("train", "--resume", tmp_path / "run"), **quiet)
+    time.sleep(20)
+    resumed.send_signal(signal.SIGINT)
+    assert resumed.wait(60) == 130
+    assert left_on(logical.address) == ({}, 0)
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
