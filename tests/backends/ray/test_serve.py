@@ -22,6 +22,7 @@ from rollart.backends.ray.settings import ClusterSettings
 from rollart.backends.scorers import open_scorers
 from rollart.core.errors import ConfigError, ScorerFailed
 from rollart.rewards.settings import CallSettings, ElasticSettings, RewardSettings
+from rollart.sandbox import reason
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -141,6 +142,21 @@ def test_a_function_that_raises_fails_after_its_retries_and_an_answer_above_its_
     run(site, raises, "reward_functions:raises", retries=2)
     with pytest.raises(ConfigError, match=r"above reward.call.answer_mb"):
         run(site, raises, "reward_functions:fine", call=CallSettings(answer_mb=0.00001))
+
+
+@pytest.mark.skipif(bool(reason("bubblewrap")), reason=f"bubblewrap: {reason('bubblewrap')}")
+def test_written_code_runs_in_a_sandbox_inside_the_replica(site):
+    tests = {"test_add.py": "import unittest, solution\nclass T(unittest.TestCase):\n    def test(self):\n"
+                            "        self.assertEqual(solution.add(2, 3), 5)\n"}
+    right, ends = "def add(a, b):\n    return a + b", "import os, signal\nos.killpg(0, signal.SIGKILL)"
+
+    async def story(scorers):
+        values = [(await scorers.score_request(request(i, payload={"tests": tests}, answer=f"```\n{code}\n```"))).value
+                  for i, code in enumerate((right, ends))]
+        assert values == [1.0, 0.0]
+        assert (await scorers.figures())["killed"] == 0
+
+    run(site, story, "rollart.rewards.unit_tests:unit_tests")
 
 
 def test_a_function_that_no_node_has_is_one_line_and_leaves_nothing(site, tmp_path, monkeypatch):
