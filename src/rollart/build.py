@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollart.backends.process.environments import ProcessEnvironments
-from rollart.backends.scorers import Scorers, open_scorers
-from rollart.build_ray import domain_pools, open_cluster, plan, ray_parts
+from rollart.backends.scorers import Scorers, Site, open_scorers
+from rollart.build_ray import domain_pools, open_cluster, plan, ray_parts, serve_site
 from rollart.config.recipe import DomainEntry, Recipe
 from rollart.control.env_manager import Services
 from rollart.control.evaluation import Evaluator
@@ -157,7 +157,7 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
             raise ConfigError(f"pipeline.steps = {recipe.pipeline.steps} is below the checkpoint's {version} steps: "
                               "set it higher")
         cluster = await _connect(stack, recipe) if recipe.cluster.address else None
-        scorer = await _scorers(stack, recipe)
+        scorer = await _scorers(stack, recipe, serve_site(recipe, folder, cluster) if cluster else None)
         # Adapters belong to the model that the run began with; the checkpoint's own has them merged in.
         whole = checkpoint if not recipe.lora else None
         policy = load_policy(whole[1], recipe) if whole else await _in_thread(recipe, progress)
@@ -291,7 +291,7 @@ async def _connect(stack: AsyncExitStack, recipe: Recipe) -> RayCluster:
     return cluster
 
 
-async def _scorers(stack: AsyncExitStack, recipe: Recipe) -> Scorers:
-    scorers = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward)
+async def _scorers(stack: AsyncExitStack, recipe: Recipe, site: Site | None = None) -> Scorers:
+    scorers = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward, site)
     stack.push_async_callback(scorers.close)
     return scorers

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from rollart.backends.scorers import Site, by_place
 from rollart.config.recipe import Recipe
 from rollart.control.mending import MendingTrainer
 from rollart.core.errors import ConfigError, EngineLost, EnvironmentFailed, TrainerLost
@@ -48,7 +50,26 @@ def needs(recipe: Recipe) -> list[Need]:
     if recipe.evaluation.tasks:
         out.append(Need("eval", Role.ACTOR_GEN, recipe.cluster.evaluation))
     out.append(Need("environments", Role.ENVIRONMENT, recipe.cluster.environments, spread=True))
+    if on_serve(recipe):
+        out.append(Need("rewards", Role.REWARD, recipe.cluster.rewards, spread=True))
     return out
+
+
+def on_serve(recipe: Recipe) -> dict[str, str]:
+    """The rewards on Ray Serve: their functions by domain. Raises ConfigError."""
+    own = {name: recipe.domain(name).reward for name in recipe.domains}
+    return by_place(own, recipe.reward).get("serve", {})
+
+
+def serve_site(recipe: Recipe, folder: RunFolder, cluster: Any) -> Site | None:
+    """Where the run's rewards on Ray Serve are, if any: not on nodes of other pools, under the name of the run's
+    folder, so that a resumed run takes the place of what a killed one left. Raises ConfigError."""
+    if not on_serve(recipe):
+        return None
+    nodes = cluster.nodes()
+    mine = {item.node.id for item in plan(recipe, nodes)[0] if item.need.role is Role.REWARD}
+    name = f"rollart{re.sub('[^a-zA-Z0-9.]+', '-', str(folder.path.resolve()))}"
+    return name, sorted({node.id for node in nodes} - mine), recipe.cluster.start_seconds
 
 
 def devices(recipe: Recipe, pool: str) -> int:
@@ -166,8 +187,11 @@ def open_cluster(recipe: Recipe) -> Any:
         raise ConfigError("[lora] is not there on a cluster yet: leave it out, or run without --ray")
     try:
         from rollart.backends.ray.cluster import RayCluster
+        if on_serve(recipe):
+            import rollart.backends.serverless.serve  # noqa: F401
     except ImportError as missing:
-        raise ConfigError(f"--ray needs Ray ({missing}): pip install 'rollart[ray]'") from None
+        raise ConfigError(f"--ray needs Ray, and rewards on serve its Serve ({missing}): pip install 'rollart[ray]'"
+                          ) from None
     cluster = RayCluster(recipe.cluster)
     cluster.connect()
     return cluster

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -27,6 +27,10 @@ from rollart.rewards.settings import RewardSettings, check_place
 
 SAMPLE_SECONDS = 0.5
 """Figures are sampled so often at first, later each thousandth of the run's time."""
+PLATFORM_FIGURES = {"instances", "peak_instances", "started", "killed", "alive_seconds", "busy_seconds", "queued",
+                    "platform_restarts"}
+Site = tuple[str, Sequence[str], float]
+"""Of rewards on Ray Serve: see ServePlatform."""
 
 
 class Place(Protocol):
@@ -64,12 +68,12 @@ class InProcess:
 class Scorers:
     """The Scorer of a run. Use `open_scorers`; `close` ends every place."""
 
-    def __init__(self, settings: RewardSettings) -> None:
-        self._settings, self._opened = settings, now()
+    def __init__(self, settings: RewardSettings, site: Site | None = None) -> None:
+        self._settings, self._site, self._opened = settings, site, now()
         self._places: dict[str, Place] = {}  # by domain
         self._all: list[Place] = []
         self._callers: list[Caller] = []
-        self._platform: ElasticPlatform | None = None
+        self._platforms: list[Any] = []  # ElasticPlatform, ServePlatform
         self._calls = self._failed = self._in_flight = 0
         self._latencies: deque[float] = deque(maxlen=10_000)
         self._longest = 0.0
@@ -116,14 +120,10 @@ class Scorers:
         prices = self._settings.call
         if prices.second_cost or prices.call_cost:
             out["cost"] = out["function_seconds"] * prices.second_cost + out["attempts"] * prices.call_cost
-        for place in self._all:
-            if isinstance(place, ProcessScorer):
-                out.update(place.figures())
-        if self._platform:
-            stats = await self._platform.stats()
-            out.update({name: stats[name] for name in ("instances", "peak_instances", "started", "killed",
-                                                       "alive_seconds", "busy_seconds", "queued") if name in stats})
-            out["platform_restarts"] = self._platform.restarts
+        parts = [place.figures() for place in self._all if isinstance(place, ProcessScorer)]
+        for stats in parts + [await platform.stats() for platform in self._platforms]:
+            for name in PLATFORM_FIGURES & stats.keys():
+                out[name] = out.get(name, 0) + stats[name]
         self.last = {name: round(value, 6) for name, value in out.items()}
         return self.last
 
@@ -140,16 +140,11 @@ class Scorers:
     async def close(self) -> None:
         for place in self._all:
             await place.close()
-        if self._platform:
-            await self._platform.close()
+        for platform in self._platforms:
+            await platform.close()
 
     async def _open(self, domains: Mapping[str, str], settings: RewardSettings) -> None:
-        by_place: dict[str, dict[str, str]] = {}
-        for domain, own in domains.items():
-            name = settings.functions.get(domain, own)
-            where = settings.places.get(domain) or settings.where or _bound(name) or "processes"
-            by_place.setdefault(where, {})[domain] = name
-        for where, rewards in by_place.items():
+        for where, rewards in by_place(domains, settings).items():
             place = await self._place(where, rewards)
             self._all.append(place)
             self._places.update(dict.fromkeys(rewards, place))
@@ -163,12 +158,23 @@ class Scorers:
         if where == "processes":
             return ProcessScorer(rewards, settings)
         transport: Transport
-        if where == "elastic":
+        if where in ("elastic", "serve"):
             elastic = settings.elastic  # more calls would only wait inside the platform, against their own deadline
             room = min(settings.call.concurrency, elastic.max_instances * elastic.concurrency)
             settings = replace(settings, call=replace(settings.call, concurrency=room))
-            self._platform = ElasticPlatform(rewards, elastic, settings.score_seconds)
-            transport = HttpTransport(await self._platform.start(), settings.call)
+        if where == "serve":
+            if self._site is None:
+                raise ConfigError(f"the reward of {', '.join(rewards)} is on serve, which is on the run's Ray cluster: "
+                                  "train with --ray ADDRESS, or put it on elastic, the same on this machine")
+            from rollart.backends.serverless.serve import ServePlatform
+
+            transport = serve = ServePlatform(rewards, settings, *self._site)
+            self._platforms.append(serve)
+            await serve.start()
+        elif where == "elastic":
+            platform = ElasticPlatform(rewards, elastic, settings.score_seconds)
+            self._platforms.append(platform)
+            transport = HttpTransport(await platform.start(), settings.call)
         elif where.startswith("lambda:"):
             transport = LambdaTransport(where.removeprefix("lambda:"), settings.call, settings.score_seconds)
         else:
@@ -178,9 +184,22 @@ class Scorers:
         return caller
 
 
-async def open_scorers(domains: Mapping[str, str], settings: RewardSettings) -> Scorers:
-    """`domains`: the reward's own name by domain. Probes each once. Raises ConfigError; then nothing is left open."""
-    scorers = Scorers(settings)
+def by_place(domains: Mapping[str, str], settings: RewardSettings) -> dict[str, dict[str, str]]:
+    """Where which functions run, by domain. Raises ConfigError."""
+    out: dict[str, dict[str, str]] = {}
+    for domain, own in domains.items():
+        name = settings.functions.get(domain, own)
+        where = settings.places.get(domain) or settings.where or _bound(name) or "processes"
+        if where == "serve":
+            reward_function(name)  # before a cluster is joined
+        out.setdefault(where, {})[domain] = name
+    return out
+
+
+async def open_scorers(domains: Mapping[str, str], settings: RewardSettings, site: Site | None = None) -> Scorers:
+    """`domains`: the reward's own name by domain. `site`: where `serve` is, of a run on Ray. Probes each once. Raises
+    ConfigError; then nothing is left open."""
+    scorers = Scorers(settings, site)
     try:
         await scorers._open(domains, settings)
     except BaseException:

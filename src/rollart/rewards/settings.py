@@ -10,7 +10,7 @@ from rollart.core.ranges import above, at_least
 
 @dataclass(frozen=True, kw_only=True)
 class CallSettings:
-    """How a function behind a URL, on Lambda or on the elastic platform is called.
+    """How a function behind a URL, on Lambda, on the elastic platform or on Ray Serve is called.
 
     concurrency: calls at a time; more wait (calls). backoff_seconds: pause before the first retry; it doubles, with
     jitter, up to backoff_limit_seconds. hedge: percentile of the latencies so far after which a second call is made
@@ -47,11 +47,12 @@ class CallSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticSettings:
-    """The local elastic platform: instances of the function as processes, from zero to a maximum and back.
+    """Instances of the function, from zero to a maximum and back: processes of the local elastic platform, or replicas
+    on Ray Serve.
 
-    max_instances: processes at most. concurrency: requests inside one instance at a time. idle_seconds: an instance
-    without a request for so long ends. start_seconds: deadline of a cold start. queue: requests that may wait for an
-    instance; more are told to come back (HTTP 429).
+    max_instances: instances at most. concurrency: requests inside one instance at a time. idle_seconds: an instance
+    without a request for so long ends. start_seconds: deadline of a cold start (elastic). queue: requests that may
+    wait for an instance; more are told to come back (HTTP 429). cpus: cores that a replica reserves (serve).
     """
 
     max_instances: int = 8
@@ -59,16 +60,17 @@ class ElasticSettings:
     idle_seconds: float = 10.0
     start_seconds: float = 30.0
     queue: int = 1000
+    cpus: float = 1.0
 
     def __post_init__(self) -> None:
-        above(self, 0, "max_instances", "concurrency", "idle_seconds", "start_seconds", "queue")
+        above(self, 0, "max_instances", "concurrency", "idle_seconds", "start_seconds", "queue", "cpus")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
     """where: in_process (trivial rules only: it stops the control plane while it runs), processes, elastic (a local
-    platform that scales from and to zero), lambda:NAME, or the https:// URL of a function. Empty: where the function
-    was bound by `register_serverless`, else processes.
+    platform that scales from and to zero), serve (the same by Ray Serve on the run's cluster), lambda:NAME, or the
+    https:// URL of a function. Empty: where the function was bound by `register_serverless`, else processes.
 
     places: the same for single domains, by name. functions: the reward of single domains by name, as module:function,
     in place of the domain's own.
@@ -98,9 +100,9 @@ class RewardSettings:
 
 def check_place(where: str) -> None:
     """Raises ValueError for a place that there is not."""
-    if where in ("", "in_process", "processes", "elastic") or where.startswith(("http://", "https://")):
+    if where in ("", "in_process", "processes", "elastic", "serve") or where.startswith(("http://", "https://")):
         return
     if where.startswith("lambda:") and len(where) > len("lambda:"):
         return
-    raise ValueError(f"a reward runs in_process, in processes, elastic, at an https:// URL or as lambda:NAME; "
-                     f"got {where!r}")
+    raise ValueError(f"a reward runs in_process, in processes, elastic, on serve, at an https:// URL or as "
+                     f"lambda:NAME; got {where!r}")

@@ -11,8 +11,8 @@ import pytest
 
 collect_ignore_glob = [] if find_spec("ray") else ["test_*.py"]  # extra `ray`
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-here = str(Path(__file__).parent)
-os.environ["PYTHONPATH"] = os.pathsep.join([here, *sys.path[:1], os.environ.get("PYTHONPATH", "")])  # of the actors
+here = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+os.environ["PYTHONPATH"] = os.pathsep.join([*here, *sys.path[:1], os.environ.get("PYTHONPATH", "")])  # of the actors
 
 
 class Logical:

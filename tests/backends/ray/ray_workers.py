@@ -1,11 +1,13 @@
-"""Workers that the tests put in place of those that ship."""
+"""Workers that the tests put in place of those that ship, and a reward."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 
 import rollart.distributed as rdist
+from reward_functions import moody
 from rollart.core.errors import ConfigError, EngineLost
 from rollart.workers import EngineWorker, LearnerWorker
 
@@ -75,3 +77,14 @@ class Echo(rdist.Worker):
 
     def stats(self):
         return {"held": self.held}
+
+
+def noted(request):
+    """A reward: 50 ms, or as the facts say; each call leaves a line in the file that the facts name."""
+    import ray
+
+    if "calls" in request.facts:
+        with open(request.facts["calls"], "a") as file:
+            file.write(f"{request.id} {os.getpid()} {ray.get_runtime_context().get_node_id()}\n")
+    time.sleep(0.05)
+    return moody(request)

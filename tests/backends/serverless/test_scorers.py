@@ -114,7 +114,7 @@ def test_a_platform_that_is_killed_comes_back_and_nothing_is_lost():
     async def story(scorers):
         await scorers.score_request(request(0, domain="d"))
         await scorers.figures()
-        scorers._platform._process.kill()
+        scorers._platforms[0]._process.kill()
         scores = await asyncio.gather(*(scorers.score_request(request(i, domain="d")) for i in range(1, 21)))
         assert [score.value for score in scores] == [0.3] * 20
         figures = await scorers.figures()
@@ -144,7 +144,7 @@ from rollart.rewards.settings import RewardSettings
 
 async def main():
     scorers = await open_scorers({"d": "reward_functions:fine"}, RewardSettings(where="elastic"))
-    print(scorers._platform._process.pid, flush=True)
+    print(scorers._platforms[0]._process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())

@@ -32,8 +32,8 @@ class ClusterSettings:
 
     address: host:port of a Ray head, auto (the one on this machine), local (start `pools` on this machine for this
     run), or empty: everything in one process, where the rest of this table means nothing.
-    train, environments, evaluation: pools of the learner, of the environments and of the evaluation's engine (empty:
-    any). Engines name theirs in [pools.NAME] hardware. pools: the hardware, by name.
+    train, environments, evaluation, rewards: pools of the learner, of the environments, of the evaluation's engine and
+    of rewards on Ray Serve (empty: any). Engines name theirs in [pools.NAME] hardware. pools: the hardware, by name.
     workers: classes that take the place of those that ship, by role (ActorTrain, ActorGen, Environment), as
     module:Class. Rewards have [reward] functions and places.
     start_seconds: deadline for a role to be placed and to start. silent_seconds: an actor that answers nothing for so
@@ -46,6 +46,7 @@ class ClusterSettings:
     train: str = ""
     environments: str = ""
     evaluation: str = ""
+    rewards: str = ""
     pools: Mapping[str, HardwarePool] = field(default_factory=dict)
     workers: Mapping[str, str] = field(default_factory=dict)
     start_seconds: float = 300.0

@@ -1,1 +1,1 @@
-"""Rewards behind a border: URLs, Lambda, the local elastic platform; and folders that deploy."""
+"""Rewards behind a border: URLs, Lambda, the local elastic platform, Ray Serve; and folders that deploy."""

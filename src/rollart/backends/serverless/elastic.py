@@ -53,7 +53,7 @@ class ElasticPlatform:
                     writer.close()
         except (OSError, EOFError, ValueError, TimeoutError):
             pass
-        return self._stats
+        return {**self._stats, "platform_restarts": self.restarts}
 
     async def close(self) -> None:
         if self._keeper:
