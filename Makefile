@@ -43,7 +43,7 @@ $(VENV)/.ray: $(VENV)/.dev
 	$(PIP) -e '.[torch,hf,envs,ray,dev]'
 	@touch $@
 
-test-cluster: $(VENV)/.ray  ## Tests over a Ray cluster of logical nodes on this machine (about five minutes)
+test-cluster: $(VENV)/.ray  ## Tests over a Ray cluster of logical nodes on this machine (about eleven minutes)
 	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest tests/backends/ray
 
 .venv-vllm/.done: pyproject.toml  # vLLM pins its torch and transformers; three packages break its import, triton is idle
