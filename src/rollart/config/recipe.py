@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,12 +27,21 @@ from rollart.backends.torch.settings import (
 )
 from rollart.backends.vllm.settings import ServerSettings, VLLMSettings
 from rollart.backends.weights.settings import WeightsSettings
-from rollart.config.toml import build, override, read_toml
+from rollart.config.toml import (
+    as_tables,
+    build,
+    check_pools,
+    override,
+    read_recipe,
+    read_toml,
+    refuse_unknown,
+    sections,
+)
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import FreeSlots, RolloutSettings, ScheduleSettings
 from rollart.core.errors import ConfigError
 from rollart.core.types import Sampling, StalePolicy
-from rollart.envs.domain import Domain, make_domain, nearest
+from rollart.envs.domain import Domain, make_domain
 from rollart.envs.latency import Latency
 from rollart.rewards.settings import RewardSettings
 
@@ -126,9 +136,9 @@ class Recipe:
     pools: Mapping[str, PoolSettings] = field(default_factory=lambda: {"default": PoolSettings()})
     environments: ProcessSettings = field(default_factory=ProcessSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     weights: WeightsSettings = field(default_factory=WeightsSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
-    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     domains: Mapping[str, DomainEntry] = field(default_factory=dict)
 
     @property
@@ -143,27 +153,15 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, complete, in the form that `from_tables` reads."""
-        plain = dataclasses.asdict(self)
+        plain = as_tables(self)
         plain["domains"] = {name: {"weight": entry.weight, **entry.settings,
                                    **({"curriculum": dict(entry.curriculum)} if entry.curriculum else {}),
                                    **({"latency": dataclasses.asdict(entry.latency)} if entry.latency else {})}
                             for name, entry in self.domains.items()}
-        for name in ("warm_start", "lora"):
-            if plain[name] is None:
-                del plain[name]
-        if self.schedule.alpha is None:
-            del plain["schedule"]["alpha"]
         return plain
 
 
-SECTIONS: dict[str, Any] = {
-    "pipeline": PipelineSettings, "schedule": ScheduleSettings, "rollout": RolloutSettings, "sampling": Sampling,
-    "algorithm": AlgoSettings, "learner": LearnerSettings, "model": ModelSettings, "chat": ChatSettings,
-    "lora": LoraSettings, "warm_start": WarmStartSettings, "engine": EngineSettings, "vllm": VLLMSettings,
-    "server": ServerSettings, "environments": ProcessSettings,
-    "reward": RewardSettings, "evaluation": EvaluationSettings, "weights": WeightsSettings,
-    "cluster": ClusterSettings,
-}
+SECTIONS = sections(Recipe)
 
 
 def load_recipe(path: Path, assignments: Sequence[str] = ()) -> Recipe:
@@ -175,28 +173,13 @@ def load_recipe(path: Path, assignments: Sequence[str] = ()) -> Recipe:
 
 def from_tables(tables: Mapping[str, Any]) -> Recipe:
     """A checked recipe from plain tables. Raises ConfigError."""
-    plain = {"name": str, "seed": int, "keep_checkpoints": int}
-    known = [*plain, *SECTIONS, "pools", "domains"]
     if foreign := {"train", "faults", "calibration"} & tables.keys():
         raise ConfigError(f"[{min(foreign)}] belongs to a simulation recipe: use rollart simulate or rollart plan")
-    values: dict[str, Any] = {}
-    for key, value in tables.items():
-        if key in plain:
-            if type(value) is not plain[key]:
-                raise ConfigError(f"{key} must be {plain[key].__name__}; got {value!r}")
-            values[key] = value
-        elif key not in known:
-            raise ConfigError(f"unknown key {key}{nearest(key, known)}")
-        elif not isinstance(value, Mapping):
-            raise ConfigError(f"{key} must be a table [{key}]; got {value!r}")
-        elif key in SECTIONS:
-            value = resolve(value) if key == "algorithm" else value
-            values[key] = build(SECTIONS[key], value, key)
-        elif key == "pools":
-            values[key] = {name: build(PoolSettings, table, f"pools.{name}") for name, table in value.items()}
-        else:
-            values[key] = {name: _domain(name, table) for name, table in value.items()}
-    recipe = Recipe(**values)
+    readers = {key: partial(build, kind, where=key) for key, kind in SECTIONS.items()} | {
+        "algorithm": lambda table: build(AlgoSettings, resolve(table), "algorithm"),
+        "pools": lambda pools: {name: build(PoolSettings, table, f"pools.{name}") for name, table in pools.items()},
+        "domains": lambda domains: {name: _domain(name, table) for name, table in domains.items()}}
+    recipe = Recipe(**read_recipe(tables, {"name": str, "seed": int, "keep_checkpoints": int}, readers))
     _check(recipe)
     return recipe
 
@@ -251,23 +234,13 @@ def _check(recipe: Recipe) -> None:
     if scoring > rollout.score_seconds:
         raise ConfigError(f"reward.score_seconds x (1 + reward.retries) = {scoring:g} s does not fit into "
                           f"rollout.score_seconds = {rollout.score_seconds:g} s")
-    for table, names in (("places", recipe.reward.places), ("functions", recipe.reward.functions)):
-        for name in names:
-            if name not in recipe.domains:
-                raise ConfigError(f"reward.{table}: no domain {name}{nearest(name, recipe.domains)}")
+    refuse_unknown("reward.places", recipe.reward.places, recipe.domains)
+    refuse_unknown("reward.functions", recipe.reward.functions, recipe.domains)
+    if recipe.warm_start:
+        refuse_unknown("warm_start", (*recipe.warm_start.error_rates, *recipe.warm_start.episodes), recipe.domains)
     if not recipe.pools:
         raise ConfigError("at least one pool of engines is needed, for example [pools.default]")
-    bound: dict[str, str] = {}
-    for pool, settings in recipe.pools.items():
-        for domain in settings.domains:
-            if domain not in recipe.domains:
-                raise ConfigError(f"pools.{pool}.domains: no domain {domain}{nearest(domain, recipe.domains)}")
-            if domain in bound:
-                raise ConfigError(f"domain {domain} is bound to two pools, {bound[domain]} and {pool}: keep one")
-            bound[domain] = pool
-    for name in (*recipe.warm_start.error_rates, *recipe.warm_start.episodes) if recipe.warm_start else ():
-        if name not in recipe.domains:
-            raise ConfigError(f"warm_start: no domain {name}{nearest(name, recipe.domains)}")
+    check_pools(recipe.pools, recipe.domains)
     learner = recipe.learner
     if learner.schedule != "constant" and learner.warmup_steps >= (learner.total_steps or recipe.pipeline.steps):
         raise ConfigError(f"learner.warmup_steps = {learner.warmup_steps} must be below the schedule's length of "
