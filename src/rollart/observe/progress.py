@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from rollart.core.events import BatchTaken, EvalEnded, Event, RunStarted, StepEnded, WeightsLive
+from rollart.core import events as ev
 from rollart.observe.accounts import Accounts
 
 SMOOTH = 0.7
@@ -75,30 +75,30 @@ class ProgressView:
         if not self._live:
             self._say(text)
 
-    def on(self, at: float, event: Event) -> None:
+    def on(self, at: float, event: ev.Event) -> None:
         match event:
-            case RunStarted(version=version, steps=steps):
+            case ev.RunStarted(version=version, steps=steps):
                 self._begin("training", steps)
                 self._last_step = time.monotonic()
                 if self._accounts:
                     self._last_generated = self._accounts.token_totals()["generated"]
                 self._bar.update(self._bar.task_ids[-1], completed=version)
                 self._note = "evaluating the first weights beside the first steps" if not version else "resumed"
-            case BatchTaken(staleness=staleness, waited=waited):
+            case ev.BatchTaken(staleness=staleness, waited=waited):
                 mean = sum(staleness) / len(staleness) if staleness else 0.0
                 self._line["staleness"] = f"{mean:.2f} mean, {max(staleness, default=0)} max, bound {self._bound}"
                 self._line["waited"] = f"{waited:.2f} s"
-            case WeightsLive(version=version, seconds=seconds):
+            case ev.WeightsLive(version=version, seconds=seconds):
                 self._line["weights live"] = f"version {version}, generation stood still {seconds * 1000:.0f} ms"
-            case EvalEnded(version=version, results=results):
+            case ev.EvalEnded(version=version, results=results):
                 for result in results:
                     self._held_out[result.domain].append(result.success)
                 shown = ", ".join(f"{r.domain} {r.success:.2f}" for r in results)
                 self.note(f"held out at version {version}: {shown}")
-            case StepEnded():
+            case ev.StepEnded():
                 self._stepped(event)
 
-    def _stepped(self, event: StepEnded) -> None:
+    def _stepped(self, event: ev.StepEnded) -> None:
         for domain, success in event.successes.items():
             before = self._success.get(domain, success)
             self._success[domain] = SMOOTH * before + (1 - SMOOTH) * success
