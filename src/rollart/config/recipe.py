@@ -40,6 +40,7 @@ from rollart.config.toml import (
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import FreeSlots, RolloutSettings, ScheduleSettings
 from rollart.core.errors import ConfigError
+from rollart.core.ranges import at_least
 from rollart.core.types import Sampling, StalePolicy
 from rollart.envs.domain import Domain, make_domain
 from rollart.envs.latency import Latency
@@ -63,8 +64,8 @@ class EvaluationSettings:
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
-        if self.tasks < 0 or self.concurrent < 1:
-            raise ValueError(f"needs tasks >= 0 and concurrent >= 1; got {self.tasks} and {self.concurrent}")
+        at_least(self, 0, "tasks")
+        at_least(self, 1, "concurrent")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +83,7 @@ class PoolSettings:
     hardware: str = ""
 
     def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ValueError(f"replicas must be at least 1 engine; got {self.replicas}")
+        at_least(self, 1, "replicas")
         if len(self.urls) != (self.replicas if self.engine == "server" else 0):
             raise ValueError(f"engine = {self.engine!r} with {self.replicas} replicas needs "
                              f"{self.replicas if self.engine == 'server' else 'no'} urls; got {len(self.urls)}")

@@ -24,6 +24,7 @@ from rollart.config.toml import as_tables, build, check_pools, override, read_re
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import RolloutSettings, ScheduleSettings
 from rollart.core.errors import ConfigError
+from rollart.core.ranges import at_least
 from rollart.envs.domain import nearest
 from rollart.sim.calibration import Calibration
 from rollart.sim.costs import MODELS, Shape, StepCost, TrainCost, engine_cost, gpu_kind, train_cost, transfer
@@ -43,8 +44,7 @@ class TrainSettings:
     cost: TrainCost | None = None
 
     def __post_init__(self) -> None:
-        if self.gpus < 1:
-            raise ValueError(f"train.gpus must be at least 1; got {self.gpus}")
+        at_least(self, 1, "gpus")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +65,8 @@ class SimPoolSettings:
     cost: StepCost | None = None
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel < 1 or self.gpus < 1 or self.prefill_gpus < 0:
-            raise ValueError(f"needs gpus and tensor_parallel of at least 1; got {self.gpus} and "
-                             f"{self.tensor_parallel}")
+        at_least(self, 1, "gpus", "tensor_parallel")
+        at_least(self, 0, "prefill_gpus")
         if self.gpus % self.tensor_parallel or self.prefill_gpus % self.tensor_parallel:
             raise ValueError(f"gpus = {self.gpus} and prefill_gpus = {self.prefill_gpus} must be multiples of "
                              f"tensor_parallel = {self.tensor_parallel}")
@@ -91,8 +90,7 @@ class SimEnvironments:
     opening: int = 0
 
     def __post_init__(self) -> None:
-        if self.opening < 0:
-            raise ValueError(f"environments.opening must be 0 or more; got {self.opening}")
+        at_least(self, 0, "opening")
 
 
 @dataclass(frozen=True, kw_only=True)

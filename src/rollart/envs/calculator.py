@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollart.core.clock import stream
+from rollart.core.ranges import between
 from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.domain import Domain, DomainSettings, Episode, Player
 
@@ -47,8 +48,7 @@ class CalculatorSettings(DomainSettings):
         super().__post_init__()
         if not 2 <= self.smallest <= self.largest <= 6:
             raise ValueError(f"2 <= smallest <= largest <= 6 is required; got {self.smallest} and {self.largest}")
-        if not 1 <= self.highest <= 99:
-            raise ValueError(f"highest must lie between 1 and 99; got {self.highest}")
+        between(self, 1, 99, "highest")
         if self.max_turns < self.largest:
             raise ValueError(f"largest {self.largest} needs as many turns; got max_turns {self.max_turns}")
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from rollart.core.clock import draw, stream
 from rollart.core.errors import ConfigError
+from rollart.core.ranges import at_least, literals
 from rollart.core.types import Action, Message, Observation, Task
 
 Split = Literal["train", "eval"]
@@ -68,8 +69,8 @@ class DomainSettings:
     instructions: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_turns < 1 or self.max_tokens < 1:
-            raise ValueError(f"max_turns and max_tokens must be at least 1; got {self.max_turns} and {self.max_tokens}")
+        literals(self)
+        at_least(self, 1, "max_turns", "max_tokens")
         if not 0 < self.eval_share < 1:
             raise ValueError(f"eval_share must lie between 0 and 1; got {self.eval_share}")
 

@@ -19,6 +19,7 @@ from typing import Any
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
 from rollart.core.clock import stream
+from rollart.core.ranges import between
 from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.domain import Domain, DomainSettings, Episode, Player
 
@@ -39,8 +40,7 @@ class FrozenLakeSettings(DomainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 2 <= self.size <= 32:
-            raise ValueError(f"size must lie between 2 and 32; got {self.size}")
+        between(self, 2, 32, "size")
         if not 0.3 <= self.ice < 1:
             raise ValueError(f"ice must be at least 0.3 and below 1; got {self.ice}")
         shortest = 2 * self.size - 2

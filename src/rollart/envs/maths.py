@@ -18,6 +18,7 @@ from typing import Any
 
 from rollart.core.clock import stream
 from rollart.core.errors import ConfigError
+from rollart.core.ranges import between
 from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.domain import Domain, DomainSettings, Episode, Player
 from rollart.envs.tool_calls import parse
@@ -61,8 +62,7 @@ class MathsSettings(DomainSettings):
         super().__post_init__()
         if not 1 <= self.smallest <= self.largest <= 8:
             raise ValueError(f"1 <= smallest <= largest <= 8 is required; got {self.smallest} and {self.largest}")
-        if not 3 <= self.highest <= 10_000:
-            raise ValueError(f"highest must lie between 3 and 10000; got {self.highest}")
+        between(self, 3, 10_000, "highest")
         self.limits()
 
     def limits(self) -> SandboxSettings:

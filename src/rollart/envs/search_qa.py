@@ -17,10 +17,11 @@ import re
 import string
 import textwrap
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rollart.core.clock import stream
 from rollart.core.errors import ConfigError
+from rollart.core.ranges import between
 from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.domain import Domain, DomainSettings, Episode, Player
 from rollart.envs.texts import Index, read_text
@@ -42,14 +43,13 @@ class SearchQASettings(DomainSettings):
 
     questions: str = ""
     passages: int = 1
-    difficulty: int = 1
+    difficulty: Literal[0, 1, 2] = 1
     max_turns: int = 4
     max_tokens: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.difficulty not in (0, 1, 2) or not 1 <= self.passages <= 20:
-            raise ValueError(f"difficulty must be 0, 1 or 2, passages 1 to 20; got {self.difficulty}, {self.passages}")
+        between(self, 1, 20, "passages")
 
 
 class SearchQA(Domain):

@@ -15,7 +15,7 @@ import copy
 import random
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rollart.core.clock import stream
 from rollart.core.types import Action, Message, Observation, Task
@@ -40,14 +40,12 @@ class ServiceDeskSettings(DomainSettings):
     """difficulty: 0 one request of few words, to cancel or refund; 1 one request of any kind in a sentence;
     2 two requests, and the customer names no order but what was bought."""
 
-    difficulty: int = 1
+    difficulty: Literal[0, 1, 2] = 1
     max_turns: int = 8
     max_tokens: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.difficulty not in (0, 1, 2):
-            raise ValueError(f"difficulty must be 0, 1 or 2; got {self.difficulty}")
         if self.max_turns < (needed := (3, 3, 6)[self.difficulty]):
             raise ValueError(f"difficulty {self.difficulty} takes {needed} turns; got max_turns {self.max_turns}")
 

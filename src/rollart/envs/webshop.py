@@ -18,9 +18,10 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rollart.core.clock import stream
+from rollart.core.ranges import at_least
 from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.catalogue import Product, Shop, goal, judge, shop
 from rollart.envs.domain import Domain, DomainSettings, Episode, Player
@@ -38,15 +39,13 @@ class WebShopSettings(DomainSettings):
 
     products: str = ""
     goals: str = ""
-    difficulty: int = 1
+    difficulty: Literal[0, 1, 2] = 1
     max_turns: int = 10
     max_tokens: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.difficulty not in (0, 1, 2) or self.max_tokens < 24:
-            raise ValueError(f"difficulty must be 0, 1 or 2 and max_tokens at least 24; got {self.difficulty} and "
-                             f"{self.max_tokens}")
+        at_least(self, 24, "max_tokens")
         if self.goals and not self.products:
             raise ValueError("goals belong to a file of products: set products")
 

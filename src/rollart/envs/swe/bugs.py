@@ -13,10 +13,11 @@ import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rollart.core.clock import stream
 from rollart.core.errors import ConfigError
+from rollart.core.ranges import above, at_least
 from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.domain import Domain, DomainSettings, Episode, Player
 from rollart.envs.swe.task_set import SHIPPED, TaskSet, files_of, opened, read_set, run_tests
@@ -36,7 +37,7 @@ class BugFixSettings(DomainSettings):
     """
 
     path: str = ""
-    hints: int = 2
+    hints: Literal[0, 1, 2] = 2
     bugs: int = 0
     call_seconds: float = 15.0
     test_seconds: float = 40.0
@@ -49,10 +50,8 @@ class BugFixSettings(DomainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hints not in (0, 1, 2) or self.bugs < 0:
-            raise ValueError(f"hints must be 0, 1 or 2 and bugs at least 0; got {self.hints} and {self.bugs}")
-        if min(self.call_seconds, self.test_seconds, self.output_chars) <= 0:
-            raise ValueError("call_seconds, test_seconds and output_chars must be above 0")
+        at_least(self, 0, "bugs")
+        above(self, 0, "call_seconds", "test_seconds", "output_chars")
         SandboxSettings(kind=self.sandbox, memory_mb=self.memory_mb)
 
 
