@@ -13,7 +13,7 @@ import importlib
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -81,6 +81,13 @@ class Player(Protocol):
     def act(self, observation: Observation) -> str: ...
 
 
+@dataclass(frozen=True)
+class Plays:
+    """A player that is one function."""
+
+    act: Callable[[Observation], str]
+
+
 class Episode(ABC):
     """One episode as plain calls. The answers' facts hold `success` (bool), `valid` and `actions` (counts so far)."""
 
@@ -92,6 +99,23 @@ class Episode(ABC):
 
     def close(self) -> None:  # noqa: B027  most episodes hold nothing
         """Free what the episode holds."""
+
+
+class CountedEpisode(Episode):
+    """An episode that counts its actions and is cut off after the task's turns; its `step` ends with `_answer`."""
+
+    def __init__(self, domain: Domain, task: Task) -> None:
+        self._domain, self._task = domain, task
+        self._actions = self._valid = 0
+
+    def _answer(self, *messages: Message, valid: bool, success: bool, ended: bool, **facts: Any) -> Observation:
+        """To one action: whether it had the form that it should, solved the task, ended the episode. The reward is 1
+        for a success, unless the facts have another."""
+        self._actions += 1
+        self._valid += valid
+        late = not ended and self._actions >= self._task.max_turns
+        return Observation(messages, done=ended or late, truncated=late, reward=facts.get("reward", float(success)),
+                           facts={"success": success, **facts, "valid": self._valid, "actions": self._actions})
 
 
 class Domain(ABC):

@@ -12,14 +12,13 @@ import random
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from rollart.core.clock import draw
 from rollart.core.errors import ConfigError
 from rollart.core.types import Task
 from rollart.envs.adapters.foreign import Apart, Foreign, ForeignSettings, Reply, Session, library
-from rollart.envs.domain import Player
+from rollart.envs.domain import Player, Plays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,4 +211,4 @@ class ReasoningGym(Foreign):
 
 
 def _says(answer: object) -> Player:
-    return SimpleNamespace(act=lambda observation: f"<answer>{answer}</answer>")
+    return Plays(lambda _: f"<answer>{answer}</answer>")

@@ -19,7 +19,7 @@ from rollart.core.clock import stream
 from rollart.core.errors import ConfigError
 from rollart.core.ranges import above, at_least
 from rollart.core.types import Action, Message, Observation, Task
-from rollart.envs.domain import Domain, DomainSettings, Episode, Player
+from rollart.envs.domain import Domain, DomainSettings, Episode, Player, Plays
 from rollart.envs.swe.task_set import SHIPPED, TaskSet, files_of, opened, read_set, run_tests
 from rollart.envs.tool_calls import ToolCall, parse, render
 from rollart.sandbox import SandboxSettings, choose
@@ -89,29 +89,22 @@ class BugFix(Domain):
         bug, rng = self.set.tasks[task.payload["id"]], stream(seed, "player", task.id)
         calls = [ToolCall("bash", {"input": f"grep -n 'def ' {bug.file}"}),
                  ToolCall("edit", {"path": bug.file, "old": bug.bad, "new": bug.good}), _SUBMIT]
-        return _Player(lambda: _SUBMIT if rng.random() < error_rate else calls.pop(0))
+        return Plays(lambda _: render(_SUBMIT if rng.random() < error_rate else calls.pop(0), "tags"))
 
     def random_player(self, task: Task, seed: int) -> Player:
         """Valid calls on any source file: looks, takes a line out, submits in the end."""
         rng = stream(seed, "random", task.id)
 
-        def call() -> ToolCall:
+        def act(_: Observation) -> str:
             path = rng.choice(self.set.sources)
             lines = self.set.files[path].decode().splitlines() or [""]
             at = rng.randrange(len(lines))
-            return rng.choice([ToolCall("bash", {"input": f"wc -l {path}"}), _SUBMIT,
-                               ToolCall("view", {"path": path, "start": at, "end": at + 9}),
-                               ToolCall("edit", {"path": path, "old": lines[at], "new": ""})])
+            calls = [ToolCall("bash", {"input": f"wc -l {path}"}), _SUBMIT,
+                     ToolCall("view", {"path": path, "start": at, "end": at + 9}),
+                     ToolCall("edit", {"path": path, "old": lines[at], "new": ""})]
+            return render(rng.choice(calls), "tags")
 
-        return _Player(call)
-
-
-class _Player:
-    def __init__(self, call: Any) -> None:
-        self._call = call
-
-    def act(self, observation: Observation) -> str:
-        return render(self._call(), "tags")
+        return Plays(act)
 
 
 class _Work(Episode):
