@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from rollart.backends.torch.settings import ChatSettings
 from rollart.core.errors import ConfigError
+from rollart.core.ports import Renderer
 from rollart.core.tokens import Text, Tokens, ids
 from rollart.core.types import Completion, Finish, Message
 from rollart.envs.tool_calls import translate
@@ -30,19 +31,13 @@ _BYTE_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
 
 
-class Chat(Protocol):
-    """The core's `Renderer`, and what demonstrations, reports and checkpoints need besides."""
+class Chat(Renderer, Protocol):
+    """What demonstrations, reports and checkpoints need besides."""
 
-    @property
-    def stop(self) -> tuple[int, ...]: ...
     @property
     def padding(self) -> int: ...
     @property
     def vocabulary_size(self) -> int: ...
-    def prompt(self, messages: Sequence[Message]) -> Tokens: ...
-    def reply(self, completion: Completion, messages: Sequence[Message]) -> Tokens: ...
-    def fork(self, history: Sequence[Message], context: Tokens) -> Tokens | None: ...
-    def text(self, completion: Completion) -> Text: ...
     def action(self, text: str) -> array[int]:
         """An assistant's reply as the policy would sample it, with its stop token: for demonstrations."""
         ...

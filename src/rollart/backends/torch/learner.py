@@ -27,7 +27,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollart.algo.settings import AlgoSettings
-from rollart.backends.torch.checkpoint import sync_folder
 from rollart.backends.torch.fsdp import OPTIMIZER, Alone
 from rollart.backends.torch.lora import add_adapter, base_checksum, load_adapter, save_adapter
 from rollart.backends.torch.settings import LearnerSettings, LoraSettings
@@ -39,6 +38,7 @@ from rollart.backends.weights.memory import load_into
 from rollart.core.clock import draw
 from rollart.core.errors import InvariantViolated, TrainerLost
 from rollart.core.types import Manifest, StepReport, TrainBatch, Version
+from rollart.observe.run_folder import sync
 
 Result = TypeVar("Result")
 
@@ -133,7 +133,7 @@ class TorchTrainer:
             save_adapter(self._model, folder, self._lora, self._base)
         base = {"base": base_checksum(self._model)} if self._lora is not None else {}
         torch.save(self._work.tensors(version) | base, folder / OPTIMIZER)
-        sync_folder(folder)
+        sync(*folder.rglob("*"), folder)
 
     def _load(self, folder: Path) -> tuple[Version, dict[str, Tensor]]:
         tensors = self._work.tensors(0)
