@@ -28,7 +28,8 @@ envs_app = typer.Typer(no_args_is_help=True, help="List the task domains, or pla
 app.add_typer(envs_app, name="envs")
 envs_app.command()(cli_envs.make_swe)
 app.add_typer(reward_app, name="reward")
-cli_sim.register(app)
+for command in (cli_sim.simulate, cli_sim.swarm, cli_sim.reproduce, cli_sim.plan):
+    app.command()(command)
 
 
 def _version(wanted: bool) -> None:
@@ -314,8 +315,6 @@ def envs_play(
         from rollart.envs.domain import make_domain
         from rollart.envs.play import play
 
-        if who not in ("person", "script", "random"):
-            raise ConfigError(f"--who must be person, script or random; got {who!r}")
         table: dict[str, Any] = {}
         override(table, sets or [])
         solved = play(make_domain(name, table), index, split=split, who=who, seed=seed,  # type: ignore[arg-type]

@@ -15,12 +15,6 @@ from rollart.cli_base import Sets, clear_errors, console, errors, tell
 from rollart.core.errors import ConfigError, RunError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the app."""
-    for command in (simulate, swarm, reproduce, plan):
-        app.command()(command)
-
-
 def _write_json(path: Path | None, value: Any) -> None:
     """To a file, or to the terminal for `-`."""
     if path is None:

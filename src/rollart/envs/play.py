@@ -49,7 +49,7 @@ def _player(who: str, domain: Domain, task: Task, seed: int, error_rate: float,
         return domain.player(task, seed, error_rate)
     if who == "random":
         return domain.random_player(task, seed)
-    raise ConfigError(f"a player is person, script or random; got {who!r}")
+    raise ConfigError(f"--who must be person, script or random; got {who!r}")
 
 
 def _show(observation: Observation, write: Callable[[str], object]) -> None:
