@@ -13,6 +13,7 @@ from rich.table import Table
 
 from rollart.cli_base import Sets, clear_errors, console, errors, tell
 from rollart.core.errors import ConfigError, RunError
+from rollart.observe.status import right
 
 
 def _write_json(path: Path | None, value: Any) -> None:
@@ -91,9 +92,7 @@ def _show(summary: dict[str, Any], took: float) -> None:
         console.print(f"no step was made; {summary['ended']}", highlight=False)
         return
     console.print(f"{steps} steps, {summary['seconds_per_step']:,.1f} s each; {summary['ended']}", highlight=False)
-    table = Table(title="where the GPUs were", title_justify="left")
-    for name in ("pool", "GPU-hours", "busy"):
-        table.add_column(name, justify="left" if name == "pool" else "right")
+    table = Table("pool", *right("GPU-hours", "busy"), title="where the GPUs were", title_justify="left")
     for name, hours in summary["gpu_hours"].items():
         table.add_row(name, f"{hours:,.1f}", f"{summary['utilisation'][name]:.0%}")
     console.print(table)

@@ -286,16 +286,6 @@ class Ledger:
                                    (group,)).fetchone()[0]
         return Unfinished(group, Task(**json.loads(task)), born, finished, started)
 
-    # ---- counts
-
-    def counts(self) -> dict[str, int]:
-        """{dispatched, trained, filtered, stale, failed, cancelled, in_flight}: trajectories of the whole run."""
-        return self.accounts.counts()
-
-    def check(self, in_flight: int, dispatched: int) -> None:
-        """I2 against the control plane's own numbers (of the whole run). Raises InvariantViolated."""
-        self.accounts.check(in_flight, dispatched)
-
     # ---- the database
 
     def flush(self) -> None:

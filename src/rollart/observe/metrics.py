@@ -44,11 +44,6 @@ class Metrics:
         """How long the run has run so far, earlier processes included."""
         return self._wall_before + (self._at - self._started if self._started is not None else 0.0)
 
-    @property
-    def trainer_idle_fraction(self) -> float:
-        """The share of the run's time that the trainer waited for a batch."""
-        return self._idle / self.wall_seconds if self.wall_seconds else 0.0
-
     def on(self, at: float, event: ev.Event) -> None:
         self._at = at
         match event:

@@ -137,9 +137,7 @@ class ProgressView:
         return Group(*parts)
 
     def _table(self) -> Table:
-        table = Table(box=None, padding=(0, 2))
-        for name in ("task", "rollout success", "", "held out"):
-            table.add_column(name)
+        table = Table("task", "rollout success", "", "held out", box=None, padding=(0, 2))
         for domain in sorted({*self._success, *self._held_out}):
             value = self._success.get(domain)
             held = " > ".join(f"{v:.2f}" for v in self._held_out[domain])
