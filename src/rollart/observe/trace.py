@@ -75,16 +75,17 @@ class Trace:
 
     def _count(self, at: float, change: int) -> None:
         self._running += change
-        self._events.append({"ph": "C", "name": "running", "pid": TRAJECTORIES, "tid": 0, "ts": round(at * 1e6),
-                             "args": {"trajectories": self._running}})
+        self._add("C", TRAJECTORIES, 0, "running", at, {"trajectories": self._running})
 
     def _slice(self, pid: int, tid: int, name: str, start: float, end: float, **args: Any) -> None:
-        self._events.append({"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": round(start * 1e6),
-                             "dur": round((end - start) * 1e6), "args": args})
+        self._add("X", pid, tid, name, start, args, dur=round((end - start) * 1e6))
 
     def _instant(self, pid: int, tid: int, name: str, at: float, **args: Any) -> None:
-        self._events.append({"ph": "i", "s": "t", "name": name, "pid": pid, "tid": tid, "ts": round(at * 1e6),
-                             "args": args})
+        self._add("i", pid, tid, name, at, args, s="t")
+
+    def _add(self, kind: str, pid: int, tid: int, name: str, at: float, args: Any, **more: Any) -> None:
+        self._events.append({"ph": kind, "name": name, "pid": pid, "tid": tid, "ts": round(at * 1e6), "args": args,
+                             **more})
 
     def write(self, path: str | Path) -> None:
         """Raises RunError."""

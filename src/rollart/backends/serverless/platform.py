@@ -18,7 +18,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rollart.backends.serverless.http import read_message
@@ -276,9 +276,7 @@ def connection(platform: Platform, ready: bytes) -> Callable[..., Any]:
 
 
 async def run_platform(options: argparse.Namespace) -> None:
-    settings = ElasticSettings(max_instances=options.max_instances, concurrency=options.concurrency,
-                               idle_seconds=options.idle_seconds, start_seconds=options.start_seconds,
-                               queue=options.queue)
+    settings = ElasticSettings(**{name: getattr(options, name) for name in asdict(ElasticSettings())})
     ready = Handler(options.functions).ready()  # the function is there, or we say so now
     platform = Platform(options.functions, settings, options.request_seconds)
     server = await asyncio.start_server(connection(platform, ready), options.host, options.port, backlog=1024)
@@ -295,19 +293,20 @@ async def run_platform(options: argparse.Namespace) -> None:
         await platform.close()
 
 
+def option(name: str) -> str:
+    """How a setting is called on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
 def main() -> None:
     """The command line; prints one line once it listens, exits with 2 for a function that cannot be served."""
-    defaults = ElasticSettings()
     parser = argparse.ArgumentParser(prog="python -m rollart.backends.serverless.platform")
     parser.add_argument("functions", nargs="+", metavar="MODULE:FUNC", help="or DOMAIN=MODULE:FUNC for several")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
-    parser.add_argument("--max-instances", type=int, default=defaults.max_instances)
-    parser.add_argument("--concurrency", type=int, default=defaults.concurrency)
-    parser.add_argument("--idle-seconds", type=float, default=defaults.idle_seconds)
-    parser.add_argument("--start-seconds", type=float, default=defaults.start_seconds)
+    for name, default in asdict(ElasticSettings()).items():
+        parser.add_argument(option(name), type=type(default), default=default)
     parser.add_argument("--request-seconds", type=float, default=30.0)
-    parser.add_argument("--queue", type=int, default=defaults.queue)
     parser.add_argument("--until-eof", action="store_true", help="end when standard input ends")
     try:
         asyncio.run(run_platform(parser.parse_args()))

@@ -240,8 +240,6 @@ def _tokenizer(folder: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError:
         raise ConfigError(f"the tokenizer of {folder} needs transformers: pip install 'rollart[hf]'") from None
-    if not (folder / "tokenizer_config.json").exists():
-        raise ConfigError(f"a chat needs a checkpoint folder with a tokenizer; {folder} has no tokenizer_config.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:

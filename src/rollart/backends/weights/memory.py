@@ -27,11 +27,15 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def load_into(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into the model's own storage, casting type and device.
+    """Copy tensors into the model's own storage, as `fill` does."""
+    fill(model.state_dict(), tensors)
+
+
+def fill(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into those of the same names, casting type and device.
 
     Raises ValueError that names every missing or unknown tensor or wrong shape, before anything was changed (T9).
     """
-    own = model.state_dict()
     missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     shapes = [f"{name} is {list(tensors[name].shape)} where the model has {list(own[name].shape)}"
               for name in own if name in tensors and tensors[name].shape != own[name].shape]
