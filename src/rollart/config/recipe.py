@@ -31,7 +31,6 @@ from rollart.config.toml import (
     as_tables,
     build,
     check_pools,
-    override,
     read_recipe,
     read_toml,
     refuse_unknown,
@@ -166,9 +165,7 @@ SECTIONS = sections(Recipe)
 
 def load_recipe(path: Path, assignments: Sequence[str] = ()) -> Recipe:
     """Read a TOML recipe, apply `a.b=c` overrides, check everything. Raises ConfigError in one line."""
-    tables = read_toml(path)
-    override(tables, assignments)
-    return from_tables(tables)
+    return from_tables(read_toml(path, assignments))
 
 
 def from_tables(tables: Mapping[str, Any]) -> Recipe:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.algo.settings import AlgoSettings
-from rollart.config.toml import as_tables, build, check_pools, override, read_recipe, read_toml, sections
+from rollart.config.toml import as_tables, build, check_pools, read_recipe, read_toml, sections
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import RolloutSettings, ScheduleSettings
 from rollart.core.errors import ConfigError
@@ -178,16 +178,9 @@ ACTS = {"algorithm": ("filter", "truncated"), "pipeline": ("steps", "checkpoint_
 """Keys of sections shared with training that mean something here (of other sections: all)."""
 
 
-def load_tables(path: Path, assignments: Sequence[str] = ()) -> dict[str, Any]:
-    """The plain tables of a simulation recipe with `a.b=c` overrides. Raises ConfigError."""
-    tables = read_toml(path)
-    override(tables, assignments)
-    return tables
-
-
 def load_simulation(path: Path, assignments: Sequence[str] = ()) -> SimRecipe:
     """A checked simulation recipe. Raises ConfigError in one line."""
-    return simulation_from(load_tables(path, assignments))
+    return simulation_from(read_toml(path, assignments))
 
 
 def simulation_from(tables: Mapping[str, Any]) -> SimRecipe:

@@ -23,16 +23,18 @@ T = TypeVar("T")
 _SCALARS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The recipe's tables. Raises ConfigError."""
+def read_toml(path: Path, assignments: Iterable[str] = ()) -> dict[str, Any]:
+    """The recipe's tables, with `a.b=value` overrides. Raises ConfigError."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"recipe {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
+    override(tables, assignments)
+    return tables
 
 
 def override(tables: dict[str, Any], assignments: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rollart.backends.serverless.http import read_message
+from rollart.backends.serverless.http import HttpClient, read_message
 from rollart.core.errors import ConfigError
 from rollart.rewards.handler import MAX_BYTES, Handler
 from rollart.rewards.settings import ElasticSettings
@@ -47,18 +47,17 @@ class Instance:
 
     process: asyncio.subprocess.Process
     started: float
-    port: int = 0
     busy: int = 0
     idle_since: float = 0.0
     tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=5))
-    connections: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = field(default_factory=list)
+    client: HttpClient | None = None
 
     async def ready(self) -> None:
         """Wait until it listens. Raises InstanceFailed."""
         assert self.process.stdout is not None
         while line := await self.process.stdout.readline():
             if line.startswith(_READY):
-                self.port = int(line.rsplit(b":", 1)[1])
+                self.client = HttpClient(f"http://127.0.0.1:{int(line.rsplit(b':', 1)[1])}", {}, MAX_BYTES)
                 return
             self.tail.append(line)
         said = b"".join(self.tail).decode(errors="replace").strip()[-500:]
@@ -66,19 +65,11 @@ class Instance:
 
     async def forward(self, body: bytes) -> tuple[int, bytes]:
         """Its status and body. Raises InstanceFailed where it died."""
-        writer = None
+        assert self.client is not None
         try:
-            reader, writer = self.connections.pop() if self.connections else (
-                await asyncio.open_connection("127.0.0.1", self.port))
-            writer.write(b"POST / HTTP/1.1\r\nHost: instance\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            answer = await read_message(reader, MAX_BYTES)
-        except BaseException as error:
-            if writer is not None:
-                writer.close()
-            if not isinstance(error, OSError | EOFError | ValueError):
-                raise
+            answer = await self.client.post(body, {})
+        except (OSError, EOFError, ValueError) as error:
             raise InstanceFailed(f"an instance died with the request inside ({type(error).__name__})") from None
-        self.connections.append((reader, writer))
         return answer.status, answer.body
 
 
@@ -200,7 +191,7 @@ class Platform:
             failed = InstanceFailed(str(error), 503)
         finally:
             self._starting.discard(asyncio.current_task())
-            if instance is not None and not instance.port:
+            if instance is not None and not instance.client:
                 self._end(instance)
                 await instance.process.wait()
         if instance is None or failed:
@@ -242,8 +233,8 @@ class Platform:
             self._end(instance)
 
     def _end(self, instance: Instance) -> None:
-        for _, writer in instance.connections:
-            writer.close()
+        if instance.client:
+            instance.client.close()
         with suppress(ProcessLookupError):
             os.killpg(instance.process.pid, 9)
 
