@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rollart.backends.serverless.http import read_message
-from rollart.backends.serverless.platform import option
+from rollart.backends.serverless.platform import InstanceFailed, option, port_of
 from rollart.core.errors import ConfigError
 from rollart.rewards.settings import ElasticSettings
 
@@ -73,19 +73,16 @@ class ElasticPlatform:
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is for us: the run may still need it for its last step
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)})
-        assert process.stdout is not None
-        said = b""
         try:
             async with asyncio.timeout(self._settings.start_seconds):
-                while line := await process.stdout.readline():
-                    if line.startswith(b"listening on "):
-                        self._port = int(line.rsplit(b":", 1)[1])
-                        return process
-                    said = line
+                self._port = await port_of(process)
+                return process
         except TimeoutError:
-            said = f"it did not start within {self._settings.start_seconds:g} s".encode()
+            said = f"it did not start within {self._settings.start_seconds:g} s"
+        except InstanceFailed as failed:
+            said = str(failed).splitlines()[-1].rpartition("error: ")[2]
         await self._end()
-        raise ConfigError(f"the elastic platform: {said.decode(errors='replace').strip().removeprefix('error: ')}")
+        raise ConfigError(f"the elastic platform: {said}")
 
     async def _keep(self, process: asyncio.subprocess.Process) -> None:
         """Read away what it prints; start it again whenever it dies."""

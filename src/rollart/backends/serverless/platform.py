@@ -18,7 +18,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rollart.backends.serverless.http import HttpClient, read_message
@@ -41,6 +41,18 @@ class InstanceFailed(Exception):
         self.status = status
 
 
+async def port_of(process: asyncio.subprocess.Process) -> int:
+    """Where it listens, once it says so. Raises InstanceFailed with what it said instead."""
+    assert process.stdout is not None
+    tail = deque[bytes](maxlen=5)
+    while line := await process.stdout.readline():
+        if line.startswith(_READY):
+            return int(line.rsplit(b":", 1)[1])
+        tail.append(line)
+    said = b"".join(tail).decode(errors="replace").strip()[-500:]
+    raise InstanceFailed(f"it did not start: {said}", 503)
+
+
 @dataclass(eq=False)
 class Instance:
     """One process. busy: requests inside. idle_since: loop seconds."""
@@ -49,19 +61,11 @@ class Instance:
     started: float
     busy: int = 0
     idle_since: float = 0.0
-    tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=5))
     client: HttpClient | None = None
 
     async def ready(self) -> None:
         """Wait until it listens. Raises InstanceFailed."""
-        assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            if line.startswith(_READY):
-                self.client = HttpClient(f"http://127.0.0.1:{int(line.rsplit(b':', 1)[1])}", {}, MAX_BYTES)
-                return
-            self.tail.append(line)
-        said = b"".join(self.tail).decode(errors="replace").strip()[-500:]
-        raise InstanceFailed(f"an instance did not start: {said}", 503)
+        self.client = HttpClient(f"http://127.0.0.1:{await port_of(self.process)}", {}, MAX_BYTES)
 
     async def forward(self, body: bytes) -> tuple[int, bytes]:
         """Its status and body. Raises InstanceFailed where it died."""

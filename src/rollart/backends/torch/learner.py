@@ -75,8 +75,8 @@ class TorchTrainer:
         """Version `batch.version` to the next. Raises TrainerLost; `load` is the way on then, and after a cancel."""
         if batch.version != self.version:
             raise InvariantViolated(f"the learner stands at version {self.version}; the batch is for {batch.version}")
-        report, copy = await self._run(self._step, batch)
-        self.version, self._copy = batch.version + 1, copy
+        report = await self._run(self._work.step, batch)
+        self.version, self._copy = batch.version + 1, self._work.copy
         return report
 
     async def publish(self, version: Version) -> Manifest:
@@ -114,10 +114,6 @@ class TorchTrainer:
             raise
         except (RuntimeError, OSError, ValueError, SafetensorError) as error:  # torch raises RuntimeError for all
             raise TrainerLost(f"learner at version {self.version}: {error}") from error
-
-    def _step(self, batch: TrainBatch) -> tuple[StepReport, dict[str, Tensor]]:
-        report = self._work.step(batch)
-        return report, self._work.copy
 
     def _check_stop(self) -> None:
         if self._stop.is_set():

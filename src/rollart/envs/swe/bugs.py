@@ -19,7 +19,7 @@ from rollart.core.clock import stream
 from rollart.core.errors import ConfigError
 from rollart.core.ranges import above, at_least
 from rollart.core.types import Action, Message, Observation, Task
-from rollart.envs.domain import Domain, DomainSettings, Episode, Player, Plays
+from rollart.envs.domain import CountedEpisode, Domain, DomainSettings, Episode, Player, Plays
 from rollart.envs.swe.task_set import SHIPPED, TaskSet, files_of, opened, read_set, run_tests
 from rollart.envs.tool_calls import ToolCall, parse, render
 from rollart.sandbox import SandboxSettings, choose
@@ -107,14 +107,14 @@ class BugFix(Domain):
         return Plays(act)
 
 
-class _Work(Episode):
+class _Work(CountedEpisode):
     def __init__(self, domain: BugFix, task: Task) -> None:
-        self._domain, self._max_turns, known = domain, task.max_turns, domain.set.tasks
+        super().__init__(domain, task)
+        known = domain.set.tasks
         if task.payload["id"] not in known:
             raise ConfigError(f"{task.id}: the set has no task {task.payload['id']}; was it made anew?")
         self._bug = known[task.payload["id"]]
         self._given = domain.set.with_bug(self._bug)
-        self._actions = self._valid = 0
         self._sandbox = opened(domain.box, self._given)
 
     def first(self) -> Observation:
@@ -124,12 +124,9 @@ class _Work(Episode):
         call = next(iter(parse(str(action.text), "tags")), None)
         text = self._answer(call) if call else "? one call: <bash>, <view>, <edit> or <submit>"
         submitted = call is not None and call.name == "submit"
-        self._actions += 1
-        self._valid += not text.startswith("? ")
-        done = submitted or self._actions >= self._max_turns
-        facts = {"success": False, "valid": self._valid, "actions": self._actions} | (self._score() if done else {})
-        return Observation(() if submitted else (Message("tool", text),), done=done, truncated=done and not submitted,
-                           reward=float(bool(facts["success"])), facts=facts)
+        done = submitted or self._actions + 1 >= self._task.max_turns
+        return self._answer(*([] if submitted else [Message("tool", text)]), valid=not text.startswith("? "),
+                            ended=submitted, **(self._score() if done else {"success": False}))
 
     def close(self) -> None:
         self._sandbox.close()
