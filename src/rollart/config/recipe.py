@@ -27,15 +27,7 @@ from rollart.backends.torch.settings import (
 )
 from rollart.backends.vllm.settings import ServerSettings, VLLMSettings
 from rollart.backends.weights.settings import WeightsSettings
-from rollart.config.toml import (
-    as_tables,
-    build,
-    check_pools,
-    read_recipe,
-    read_toml,
-    refuse_unknown,
-    sections,
-)
+from rollart.config import toml
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import FreeSlots, RolloutSettings, ScheduleSettings
 from rollart.core.errors import ConfigError
@@ -152,7 +144,7 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, complete, in the form that `from_tables` reads."""
-        plain = as_tables(self)
+        plain = toml.as_tables(self)
         plain["domains"] = {name: {"weight": entry.weight, **entry.settings,
                                    **({"curriculum": dict(entry.curriculum)} if entry.curriculum else {}),
                                    **({"latency": dataclasses.asdict(entry.latency)} if entry.latency else {})}
@@ -160,23 +152,23 @@ class Recipe:
         return plain
 
 
-SECTIONS = sections(Recipe)
+SECTIONS = toml.sections(Recipe)
 
 
 def load_recipe(path: Path, assignments: Sequence[str] = ()) -> Recipe:
     """Read a TOML recipe, apply `a.b=c` overrides, check everything. Raises ConfigError in one line."""
-    return from_tables(read_toml(path, assignments))
+    return from_tables(toml.read_toml(path, assignments))
 
 
 def from_tables(tables: Mapping[str, Any]) -> Recipe:
     """A checked recipe from plain tables. Raises ConfigError."""
     if foreign := {"train", "faults", "calibration"} & tables.keys():
         raise ConfigError(f"[{min(foreign)}] belongs to a simulation recipe: use rollart simulate or rollart plan")
-    readers = {key: partial(build, kind, where=key) for key, kind in SECTIONS.items()} | {
-        "algorithm": lambda table: build(AlgoSettings, resolve(table), "algorithm"),
-        "pools": lambda pools: {name: build(PoolSettings, table, f"pools.{name}") for name, table in pools.items()},
+    readers = {key: partial(toml.build, kind, where=key) for key, kind in SECTIONS.items()} | {
+        "algorithm": lambda table: toml.build(AlgoSettings, resolve(table), "algorithm"),
+        "pools": lambda pools: {name: toml.build(PoolSettings, pool, f"pools.{name}") for name, pool in pools.items()},
         "domains": lambda domains: {name: _domain(name, table) for name, table in domains.items()}}
-    recipe = Recipe(**read_recipe(tables, {"name": str, "seed": int, "keep_checkpoints": int}, readers))
+    recipe = Recipe(**toml.read_recipe(tables, {"name": str, "seed": int, "keep_checkpoints": int}, readers))
     _check(recipe)
     return recipe
 
@@ -196,7 +188,7 @@ def _domain(name: str, table: Any) -> DomainEntry:
     kind = {"class": settings["class"]} if "class" in settings else {}
     resolved = {**kind, **dataclasses.asdict(make_domain(name, settings).settings)}
     entry = DomainEntry(weight=float(weight), settings=resolved, curriculum=curriculum,
-                        latency=None if latency is None else build(Latency, latency, f"domains.{name}.latency"))
+                        latency=None if latency is None else toml.build(Latency, latency, f"domains.{name}.latency"))
     entry.levels(name)  # a mistake in a level is said now
     return entry
 
@@ -231,13 +223,13 @@ def _check(recipe: Recipe) -> None:
     if scoring > rollout.score_seconds:
         raise ConfigError(f"reward.score_seconds x (1 + reward.retries) = {scoring:g} s does not fit into "
                           f"rollout.score_seconds = {rollout.score_seconds:g} s")
-    refuse_unknown("reward.places", recipe.reward.places, recipe.domains)
-    refuse_unknown("reward.functions", recipe.reward.functions, recipe.domains)
+    toml.refuse_unknown("reward.places", recipe.reward.places, recipe.domains)
+    toml.refuse_unknown("reward.functions", recipe.reward.functions, recipe.domains)
     if recipe.warm_start:
-        refuse_unknown("warm_start", (*recipe.warm_start.error_rates, *recipe.warm_start.episodes), recipe.domains)
+        toml.refuse_unknown("warm_start", (*recipe.warm_start.error_rates, *recipe.warm_start.episodes), recipe.domains)
     if not recipe.pools:
         raise ConfigError("at least one pool of engines is needed, for example [pools.default]")
-    check_pools(recipe.pools, recipe.domains)
+    toml.check_pools(recipe.pools, recipe.domains)
     learner = recipe.learner
     if learner.schedule != "constant" and learner.warmup_steps >= (learner.total_steps or recipe.pipeline.steps):
         raise ConfigError(f"learner.warmup_steps = {learner.warmup_steps} must be below the schedule's length of "

@@ -152,18 +152,6 @@ class ProcessEnvironments:
         self._opened += 1
         return _ProcessEnvironment(self, self._workers, task, worker, observation(first))
 
-    async def _call(self, task: Task, worker: Worker, *parts: Any) -> Any:
-        """A call of an open environment; whatever goes wrong, its process is killed."""
-        try:
-            return await worker.call(*parts, seconds=self._call_seconds)
-        except WorkerFailed as failure:
-            self._failed += 1
-            self._workers.kill(worker)
-            raise EnvironmentFailed(f"{_where(task, parts[0])}: {failure}") from None
-        except BaseException:
-            self._workers.kill(worker)
-            raise
-
 
 def _discard(opening: asyncio.Task[_ProcessEnvironment]) -> None:
     if not opening.cancelled() and not opening.exception():
@@ -211,18 +199,22 @@ class _ProcessEnvironment:
         self._workers.give_back(worker)
 
     async def _call(self, *parts: Any) -> Any:
-        if self._worker is None:
+        """Whatever goes wrong, its process is killed."""
+        worker = self._worker
+        if worker is None:
             raise EnvironmentFailed(f"{_where(self._task, parts[0])}: it is closed or has failed before")
         self._busy = True
-        done = False
         try:
-            value = await self._pool._call(self._task, self._worker, *parts)
-            done = True
-            return value
+            return await worker.call(*parts, seconds=self._pool._call_seconds)
+        except BaseException as error:
+            self._worker = None
+            self._workers.kill(worker)
+            if not isinstance(error, WorkerFailed):
+                raise
+            self._pool._failed += 1
+            raise EnvironmentFailed(f"{_where(self._task, parts[0])}: {error}") from None
         finally:
             self._busy = False
-            if not done:
-                self._worker = None
 
 
 def _where(task: Task, stage: str) -> str:
