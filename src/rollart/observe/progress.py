@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -31,7 +31,6 @@ class ProgressView:
         self._bar = Progress(TextColumn("[bold]{task.description}"), BarColumn(bar_width=None),
                              TextColumn("{task.completed:.0f}/{task.total:.0f}"), TimeElapsedColumn(),
                              TextColumn("left"), TimeRemainingColumn(), console=console)
-        self._task: TaskID | None = None
         self._doing = ""
         self._success: dict[str, float] = {}
         self._held_out: defaultdict[str, list[float]] = defaultdict(list)
@@ -62,7 +61,7 @@ class ProgressView:
 
     def preparing(self, what: str, step: int, steps: int, figure: float) -> None:
         """A stage before the run: its step, number of steps and loss."""
-        if self._task is None or self._doing != what:
+        if self._doing != what:
             self._begin(what, steps)
         self._bar.update(self._bar.task_ids[-1], completed=step)
         self._note = f"{what}: loss {figure:.3f}"
@@ -119,7 +118,8 @@ class ProgressView:
     def _begin(self, what: str, steps: int) -> None:
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
-        self._doing, self._task = what, self._bar.add_task(what, total=steps)
+        self._doing = what
+        self._bar.add_task(what, total=steps)
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True, markup=False)

@@ -172,7 +172,7 @@ class _ProcessEnvironment:
         return self._worker is not None and not self._worker.ended.done()
 
     def kill(self) -> None:
-        """Nobody will ask for it."""
+        """End its process, whatever it does."""
         if self._worker is not None:
             self._workers.kill(self._worker)
         self._worker = None
@@ -184,12 +184,10 @@ class _ProcessEnvironment:
         return observation(await self._call("step", str(action.text), action.truncated))
 
     async def close(self) -> None:
+        if self._busy:  # a step of somebody else is still under way: it ends here
+            self.kill()
         worker = self._worker
         if worker is None:
-            return
-        if self._busy:  # a step of somebody else is still under way: it ends here
-            self._worker = None
-            self._workers.kill(worker)
             return
         try:
             await self._call("close")
@@ -207,8 +205,7 @@ class _ProcessEnvironment:
         try:
             return await worker.call(*parts, seconds=self._pool._call_seconds)
         except BaseException as error:
-            self._worker = None
-            self._workers.kill(worker)
+            self.kill()
             if not isinstance(error, WorkerFailed):
                 raise
             self._pool._failed += 1
