@@ -80,7 +80,7 @@ class ElasticPlatform:
         except TimeoutError:
             said = f"it did not start within {self._settings.start_seconds:g} s"
         except InstanceFailed as failed:
-            said = str(failed).splitlines()[-1].rpartition("error: ")[2]
+            said = str(failed).removeprefix("an instance did not start: ").rpartition("\n")[2].removeprefix("error: ")
         await self._end()
         raise ConfigError(f"the elastic platform: {said}")
 

@@ -50,7 +50,7 @@ async def port_of(process: asyncio.subprocess.Process) -> int:
             return int(line.rsplit(b":", 1)[1])
         tail.append(line)
     said = b"".join(tail).decode(errors="replace").strip()[-500:]
-    raise InstanceFailed(f"it did not start: {said}", 503)
+    raise InstanceFailed(f"an instance did not start: {said}", 503)
 
 
 @dataclass(eq=False)
