@@ -122,7 +122,7 @@ class _Work(CountedEpisode):
 
     def step(self, action: Action) -> Observation:
         call = next(iter(parse(str(action.text), "tags")), None)
-        text = self._answer(call) if call else "? one call: <bash>, <view>, <edit> or <submit>"
+        text = self._used(call) if call else "? one call: <bash>, <view>, <edit> or <submit>"
         submitted = call is not None and call.name == "submit"
         done = submitted or self._actions + 1 >= self._task.max_turns
         return self._answer(*([] if submitted else [Message("tool", text)]), valid=not text.startswith("? "),
@@ -131,7 +131,7 @@ class _Work(CountedEpisode):
     def close(self) -> None:
         self._sandbox.close()
 
-    def _answer(self, call: ToolCall) -> str:
+    def _used(self, call: ToolCall) -> str:
         """It begins with `? ` where the call does not have the form that it should."""
         given = call.arguments
         try:
