@@ -39,6 +39,11 @@ EVAL_SAMPLES = 12
 FIRST_SAMPLES = 4
 """Trained trajectories of the first steps, one a step, kept whole for the report."""
 
+_RECORDED = frozenset({
+    ev.RunStarted, ev.RunEnded, ev.GroupOpened, ev.GroupReady, ev.GroupEnded, ev.TrajectoryStarted, ev.TrajectoryEnded,
+    ev.Settled, ev.StepEnded, ev.CheckpointSaved, ev.EvalStarted, ev.EvalTrajectory, ev.EvalEnded})
+"""Events that are written: the others go on (environments are closed) where the ledger cannot be written any more."""
+
 
 class Ledger:
     """A journal subscriber that owns `run.db`; `accounts` are the same figures in memory.
@@ -99,8 +104,12 @@ class Ledger:
 
     def on(self, at: float, event: ev.Event) -> None:
         self.accounts.on(at, event)
-        with self._errors():
-            barrier = self._write(event)
+        if isinstance(event, ev.EnvironmentOpened | ev.EnvironmentClosed):
+            self._environment(event)
+        barrier = False
+        if type(event) in _RECORDED:
+            with self._errors():
+                barrier = self._write(event)
         if barrier or time.monotonic() - self._committed >= self._commit_seconds:
             self.flush()
 
@@ -131,8 +140,6 @@ class Ledger:
                 self._drop_payloads(version)
                 self._set_meta("checkpoint", version)
                 return True
-            case ev.EnvironmentOpened() | ev.EnvironmentClosed():
-                self._environment(event)
             case ev.EvalStarted() | ev.EvalTrajectory():
                 self._evaluation(event)
             case ev.EvalEnded():
