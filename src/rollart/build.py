@@ -76,7 +76,7 @@ class LedgerCheck:
 
     def on(self, at: float, event: Event) -> None:
         if isinstance(event, StepEnded) and self.rollout:
-            self._ledger.check(self.rollout.unsettled, self.before + self.rollout.dispatched)
+            self._ledger.accounts.check(self.rollout.unsettled, self.before + self.rollout.dispatched)
 
 
 @dataclass
@@ -198,7 +198,7 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
                             sync=sync, supervisor=supervisor, trainer=parts.trainer, tasks=tasks, journal=journal,
                             checkpoints=FolderCheckpoints(folder, ledger, recipe.keep_checkpoints),
                             evaluator=_evaluator(recipe, services, parts, changed))
-        check.rollout, check.before = rollout, ledger.counts()["dispatched"]
+        check.rollout, check.before = rollout, ledger.accounts.counts()["dispatched"]
         if checkpoint and pipeline.evaluator:
             pipeline.evaluator.number = json.loads((checkpoint[1] / "state.json").read_text())["evaluations"]
         yield Run(recipe, folder, pipeline, proxy, parts, ledger, journal, restored, scorer)

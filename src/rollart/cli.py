@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from rollart import __version__, cli_envs, cli_sim
+from rollart import __version__, cli_sim
 from rollart.cli_base import Sets, clear_errors, console, errors, tell
 from rollart.cli_reward import reward_app
 from rollart.config.recipe import Recipe, from_tables, load_recipe
@@ -26,9 +28,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
                   help="Disaggregated, asynchronous, multi-task agentic RL training of LLMs.")
 envs_app = typer.Typer(no_args_is_help=True, help="List the task domains, or play one in the terminal.")
 app.add_typer(envs_app, name="envs")
-envs_app.command()(cli_envs.make_swe)
 app.add_typer(reward_app, name="reward")
-cli_sim.register(app)
+for command in (cli_sim.simulate, cli_sim.swarm, cli_sim.reproduce, cli_sim.plan):
+    app.command()(command)
 
 
 def _version(wanted: bool) -> None:
@@ -314,13 +316,39 @@ def envs_play(
         from rollart.envs.domain import make_domain
         from rollart.envs.play import play
 
-        if who not in ("person", "script", "random"):
-            raise ConfigError(f"--who must be person, script or random; got {who!r}")
         table: dict[str, Any] = {}
         override(table, sets or [])
         solved = play(make_domain(name, table), index, split=split, who=who, seed=seed,  # type: ignore[arg-type]
                       error_rate=error_rate, write=lambda text: console.print(text, highlight=False, markup=False))
     console.print("solved" if solved else "not solved")
+
+
+@envs_app.command()
+def make_swe(
+    source: Annotated[str, typer.Argument(metavar="PACKAGE|FOLDER|humaneval", help="What pip knows, or a folder.")],
+    out: Annotated[Path, typer.Option(help="Folder of the set; goes on with one that was begun.")],
+    count: Annotated[int, typer.Option(help="Tasks to have.")] = 100,
+    seed: Annotated[int, typer.Option(help="Order of the mutants.")] = 0,
+    bugs: Annotated[int, typer.Option(help="Mutations in each task's function.")] = 1,
+    workers: Annotated[int, typer.Option(help="Runs of tests at a time; 0: one a core.")] = 0,
+    test_seconds: Annotated[float, typer.Option(help="Of a core, for one run of tests.")] = 20.0,
+    sandbox: Annotated[str, typer.Option(help="Where they run: auto, bubblewrap, podman, docker or trust.")] = "auto",
+) -> None:
+    """Make bug-fix tasks: mutate a package's functions, keep what its tests tell apart. Ctrl-C, and go on later."""
+    with clear_errors(), console.status("") as status:
+        from rollart.envs.swe.make import MakeSettings, make_set
+
+        began = time.monotonic()
+        try:
+            settings = MakeSettings(count=count, seed=seed, bugs=bugs, workers=workers or os.cpu_count() or 1,
+                                    test_seconds=test_seconds, sandbox=sandbox)
+        except ValueError as error:
+            raise ConfigError(f"make-swe: {error}") from None
+        verdicts = make_set(source, out, settings, lambda what, kept, tried: status.update(
+            f"{what}: {kept} of {count} tasks from {tried} mutants, {time.monotonic() - began:.0f} s"))
+    tried = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.most_common())
+    console.print(f"{out}: {verdicts['kept']} of {count} tasks, this time in {time.monotonic() - began:.0f} s; "
+                  f"of {verdicts.total()} mutants {tried}")
 
 
 @app.command()

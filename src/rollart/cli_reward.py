@@ -49,7 +49,7 @@ def serve(
 
 
 def _framework(function: str, host: str, port: int) -> list[str]:
-    from rollart.backends.serverless.package import ENTRY
+    from rollart.backends.serverless.package import entry
 
     try:
         import functions_framework  # noqa: F401
@@ -57,7 +57,7 @@ def _framework(function: str, host: str, port: int) -> list[str]:
         raise ConfigError("reward serve needs functions-framework: pip install 'rollart[serverless]', or serve with "
                           "python -m rollart.rewards.server") from None
     source = Path(tempfile.mkdtemp(prefix="rollart-reward-")) / "main.py"
-    source.write_text(ENTRY.format(function=function))
+    source.write_text(entry(function))
     console.print(f"serving {function} at http://{host}:{port} (Ctrl-C ends it)", markup=False, highlight=False)
     return ["-m", "functions_framework", "--target", "reward", "--source", str(source), "--host", host,
             "--port", str(port)]

@@ -13,12 +13,7 @@ from rich.table import Table
 
 from rollart.cli_base import Sets, clear_errors, console, errors, tell
 from rollart.core.errors import ConfigError, RunError
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the app."""
-    for command in (simulate, swarm, reproduce, plan):
-        app.command()(command)
+from rollart.observe.status import right
 
 
 def _write_json(path: Path | None, value: Any) -> None:
@@ -60,7 +55,7 @@ def simulate(
     from rollart.config.simulation import load_simulation
     from rollart.observe.trace import Trace
     from rollart.sim.swarm import FAILURES, draw_world
-    from rollart.studies.simulation import run_recipe, run_world
+    from rollart.studies.simulation import run_world
 
     with clear_errors():
         _writable(json_file, trace)
@@ -77,7 +72,7 @@ def simulate(
                 raise RunError(f"seed {seed or 0}: {type(failure).__name__}: {failure}") from None
         else:
             settings = load_simulation(Path(recipe), sets or [])
-            summary = run_recipe(settings, settings.seed if seed is None else seed, timeline)
+            summary = run_world(settings.world(), settings.seed if seed is None else seed, timeline)
         took = time.monotonic() - began
         if timeline and trace:
             timeline.write(trace)
@@ -97,9 +92,7 @@ def _show(summary: dict[str, Any], took: float) -> None:
         console.print(f"no step was made; {summary['ended']}", highlight=False)
         return
     console.print(f"{steps} steps, {summary['seconds_per_step']:,.1f} s each; {summary['ended']}", highlight=False)
-    table = Table(title="where the GPUs were", title_justify="left")
-    for name in ("pool", "GPU-hours", "busy"):
-        table.add_column(name, justify="left" if name == "pool" else "right")
+    table = Table("pool", *right("GPU-hours", "busy"), title="where the GPUs were", title_justify="left")
     for name, hours in summary["gpu_hours"].items():
         table.add_row(name, f"{hours:,.1f}", f"{summary['utilisation'][name]:.0%}")
     console.print(table)
@@ -165,7 +158,7 @@ def plan(
     sets: Sets = None,
 ) -> None:
     """Search placements of a cluster by simulation and print the best, with reasons."""
-    from rollart.config.simulation import load_tables
+    from rollart.config.toml import read_toml
     from rollart.sim.costs import parse_cluster
     from rollart.studies.plan import make_plan, show_plan
 
@@ -175,7 +168,7 @@ def plan(
             raise ConfigError(f"--goal must be time or cost; got {goal!r}")
         if budget is not None and not budget > 0:
             raise ConfigError(f"--budget must be above 0 H20-hours an hour; got {budget:g}")
-        found = make_plan(load_tables(recipe, sets or []), parse_cluster(cluster), goal=goal, budget=budget,
+        found = make_plan(read_toml(recipe, sets or []), parse_cluster(cluster), goal=goal, budget=budget,
                           processes=processes, console=console)
         _write_json(json_file, found.to_json())
     if str(json_file) != "-":

@@ -32,9 +32,7 @@ PARTS = (
 
 def check_up(console: Console) -> bool:
     """Print the table. True if the quickstart can run here."""
-    table = Table(title="RollArt doctor", title_justify="left")
-    for heading in ("part", "state", "what it is for"):
-        table.add_column(heading)
+    table = Table("part", "state", "what it is for", title="RollArt doctor", title_justify="left")
     table.add_row(f"Python {platform.python_version()}", _state(sys.version_info >= (3, 11), "needs 3.11 or newer"), "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     table.add_row(f"{cores} CPU cores", _state(cores >= 2, "one core: rollout and training take turns"), "")

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from rollart.backends.process.environments import ProcessEnvironments
 from rollart.config.recipe import Recipe
@@ -43,13 +43,6 @@ class Parts:
     eval_engines: Sequence[Any]
     environments: Any
     cluster: Cluster
-
-
-@runtime_checkable
-class Probed(Protocol):
-    """An engine whose other side can be looked at before anything starts. Raises ConfigError."""
-
-    async def probe(self) -> None: ...
 
 
 class EngineCluster:
@@ -93,7 +86,7 @@ async def local_parts(stack: AsyncExitStack, recipe: Recipe, policy: Policy, ref
     engines = [make_engine(id, pool, recipe, policy, weights) for id, pool in engine_ids(recipe)]
     evaluating = [make_engine("eval", "eval", recipe, policy, weights)] if recipe.evaluation.tasks else []
     for engine in engines:
-        if isinstance(engine, Probed):
+        if hasattr(engine, "probe"):  # its other side can be looked at before anything starts
             await engine.probe()
     for engine in (*engines, *evaluating):
         engine.start()

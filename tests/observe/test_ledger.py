@@ -35,7 +35,7 @@ def rows(path: Path, query: str) -> list[tuple]:
 def assert_whole(path: Path, ledger: Ledger, restored: Restored, checkpoint: int) -> None:
     """The identity holds; every task drawn is in exactly one place; nothing in flight but what was handed back."""
     fates = Counter(dict(rows(path, "SELECT fate, count(*) FROM trajectories GROUP BY 1")))
-    counts = ledger.counts()
+    counts = ledger.accounts.counts()
     assert counts["dispatched"] == sum(fates.values()) == sum(n for name, n in counts.items() if name != "dispatched")
     assert {name: n for name, n in counts.items() if n and name != "dispatched"} == fates
     handed = {m.id for g in restored.groups for m in g.finished}
@@ -124,8 +124,8 @@ while True:
         ledger = Ledger(tmp_path / "run.db")
         checkpoint = int(rows(tmp_path, "SELECT value FROM meta WHERE key = 'checkpoint'")[0][0])
         assert_whole(tmp_path, ledger, ledger.recover(checkpoint), checkpoint)
-        assert ledger.counts()["trained"] > trained
-        trained = ledger.counts()["trained"]
+        assert ledger.accounts.counts()["trained"] > trained
+        trained = ledger.accounts.counts()["trained"]
         ledger.close()
 
 
@@ -159,11 +159,11 @@ def test_a_step_after_the_checkpoint_is_undone_with_all_its_tokens(ledger):
     emit(ev.Settled(second, Fate.TRAINED, "", 1))
     emit(ev.CheckpointSaved(1, "checkpoints/000001", 0.1))  # told late
     ledger.flush()
-    assert ledger.counts()["trained"] == 6
+    assert ledger.accounts.counts()["trained"] == 6
     restored = ledger.recover(1)
     assert [group.id for group in restored.groups] == [1]
     assert restored.groups[0].finished == tuple(make_trajectory(id, make_task(1)) for id in second)
-    assert ledger.counts() | {"dispatched": 6, "trained": 2, "in_flight": 4} == ledger.counts()
+    assert ledger.accounts.counts() | {"dispatched": 6, "trained": 2, "in_flight": 4} == ledger.accounts.counts()
 
 
 def test_a_group_that_was_given_up_just_before_the_kill_does_not_come_back(ledger):
@@ -175,7 +175,7 @@ def test_a_group_that_was_given_up_just_before_the_kill_does_not_come_back(ledge
     emit(ev.GroupEnded(0, False, "stale", {"drawn": 1, "returned": [0]}))
     restored = ledger.recover(0)  # before its member was settled
     assert (restored.groups, restored.source) == ((), {"drawn": 1, "returned": [0]})
-    assert ledger.counts() | {"in_flight": 0, "cancelled": 1} == ledger.counts()
+    assert ledger.accounts.counts() | {"in_flight": 0, "cancelled": 1} == ledger.accounts.counts()
 
 
 def test_a_checkpoint_that_is_gone_costs_trajectories_but_no_task(ledger):
@@ -186,8 +186,8 @@ def test_a_checkpoint_that_is_gone_costs_trajectories_but_no_task(ledger):
     emit(ev.CheckpointSaved(6, "checkpoints/000006", 0.1))
     restored = ledger.recover(0)
     assert [group.id for group in restored.groups] == [0, 1, 2, 3, 4, 5]
-    assert ledger.counts()["trained"] == 0
-    assert ledger.counts()["cancelled"] + ledger.counts()["in_flight"] == 12
+    assert ledger.accounts.counts()["trained"] == 0
+    assert ledger.accounts.counts()["cancelled"] + ledger.accounts.counts()["in_flight"] == 12
 
 
 def test_tokens_are_dropped_once_a_checkpoint_holds_their_step_but_for_a_sample(ledger, tmp_path):
@@ -212,16 +212,16 @@ def test_running_episodes_are_cancelled_by_a_crash_and_their_group_goes_on_with_
     restored = ledger.recover(0)
     (left,) = restored.groups
     assert (left.started, [str(m.id) for m in left.finished], restored.next_group) == (3, ["g5.1"], 6)
-    assert ledger.counts()["cancelled"] == 2
+    assert ledger.accounts.counts()["cancelled"] == 2
     assert restored.source == {"drawn": 6}
 
 
 def test_check_tells_a_lost_and_a_doubled_trajectory(ledger):
     emit = emit_to(ledger)
     ids = ready_group(emit, 0)
-    ledger.check(in_flight=2, dispatched=2)
+    ledger.accounts.check(in_flight=2, dispatched=2)
     with pytest.raises(InvariantViolated, match=r"dispatched 3 .* the accounts say dispatched 2"):
-        ledger.check(in_flight=3, dispatched=3)
+        ledger.accounts.check(in_flight=3, dispatched=3)
     emit(ev.Settled(ids, Fate.TRAINED, "", 0))
     with pytest.raises(InvariantViolated, match=r"g0.0 was settled as stale"):
         emit(ev.Settled(ids, Fate.STALE))
@@ -234,7 +234,8 @@ def test_counts_of_a_reopened_ledger_are_those_before(tmp_path):
     world = World(4, emit_to(ledger))
     for _ in range(600):
         world.act()
-    before = (ledger.counts(), ledger.accounts.by_domain(), ledger.accounts.token_totals(), ledger.accounts.reasons)
+    own = ledger.accounts
+    before = (own.counts(), own.by_domain(), own.token_totals(), own.reasons)
     assert before[0]["trained"] > 10
     ledger.close()
     again = Ledger(tmp_path / "run.db").accounts

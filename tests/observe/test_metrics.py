@@ -63,7 +63,7 @@ def test_a_step_line_tells_waiting_staleness_and_tokens_by_fate(run):
     assert line["share"] == {"dispatched": {"frozen_lake": 1.0}, "trained": {"frozen_lake": 1.0}}
     assert line["weights"] == {"publish_seconds": 0.25, "live_seconds": 0.5}
     assert line["stages"]["frozen_lake"]["generate"] == 0.8
-    assert run.metrics.trainer_idle_fraction == 0.25
+    assert summarise(run.path)["trainer_idle_fraction"] == 0.25
 
 
 def test_after_a_resume_lost_steps_are_gone_and_time_goes_on(run):
@@ -80,7 +80,7 @@ def test_after_a_resume_lost_steps_are_gone_and_time_goes_on(run):
     assert [(line["kind"], line["version"]) for line in lines] == [
         ("start", 0), ("step", 1), ("step", 2), ("start", 2), ("step", 3)]
     assert [line["wall_seconds"] for line in lines] == [0.0, 5.0, 10.0, 15.0, 20.0]
-    assert again.metrics.trainer_idle_fraction == pytest.approx(4 / 20)
+    assert summarise(run.path)["trainer_idle_fraction"] == pytest.approx(4 / 20)
 
 
 def test_the_summary_is_of_the_whole_run_right_after_a_resume(run):

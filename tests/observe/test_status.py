@@ -49,7 +49,8 @@ def test_a_live_run_shows_ledger_success_waits_and_oldest_in_flight(tmp_path):
         "versions": {"trainer": 3, "live": 2}, "waits": [{"who": "train", "what": "a full batch", "seconds": 2.5}],
         "in_flight": [{"id": "g1.2", "stage": "open [slow]", "age_seconds": 31.0}], "rates": {}}).write()
     text = shown(folder.path)
-    for piece in ("running", "of 20", f"{ledger.counts()['dispatched']}", "guess", "a full batch", "open [slow]"):
+    dispatched = str(ledger.accounts.counts()["dispatched"])
+    for piece in ("running", "of 20", dispatched, "guess", "a full batch", "open [slow]"):
         assert piece in text
     folder.close()
     assert "when it was last seen" in shown(folder.path)

@@ -15,7 +15,7 @@ from rollart.core.types import (
     Turn,
 )
 from rollart.rewards.contract import request_of
-from rollart.rewards.domains import REWARDS, calculator, frozen_lake, guess, reward_function
+from rollart.rewards.domains import REWARDS, calculator, guess, reward_function, solved
 
 
 def trajectory(*turns):
@@ -59,8 +59,8 @@ def test_only_the_last_action_counts():
 
 
 def test_the_walk_is_solved_where_it_ended_on_the_goal():
-    assert frozen_lake(trajectory(("R", facts(1, 1) | {"success": True}, "G"))).value == 1.0
-    assert frozen_lake(trajectory(("R", facts(1, 2), ""))).value == pytest.approx(0.05)
+    assert solved(trajectory(("R", facts(1, 1) | {"success": True}, "G"))).value == 1.0
+    assert solved(trajectory(("R", facts(1, 2), ""))).value == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"own"}))

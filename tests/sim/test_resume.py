@@ -90,7 +90,7 @@ def test_a_run_killed_twice_at_random_moments_trains_each_task_once(tmp_path, bl
         else:
             pytest.fail(f"seed {seed} did not finish")
         if ended is not None:
-            assert (seed, ended, ledger.counts()["in_flight"]) == (seed, "finished", 0)
+            assert (seed, ended, ledger.accounts.counts()["in_flight"]) == (seed, "finished", 0)
             finished += 1
             ledger._db.close()
         ledger = Ledger(path)

@@ -15,7 +15,7 @@ from rollart.studies import experiments, reproduce, swarms
 from rollart.studies.experiments import TABLES, Outcome, Row, Table
 from rollart.studies.parallel import key, run_key
 from rollart.studies.plan import Placement, make_plan, show_plan
-from rollart.studies.simulation import run_recipe
+from rollart.studies.simulation import run_world
 
 SMALL = {"train": {"gpu": "H800", "gpus": 8}, "pools": {"a": {"gpu": "H800", "gpus": 2}},
          "rollout": {"batch_groups": 2, "group_size": 4}, "pipeline": {"steps": 3}, "domains": {"game": {}}}
@@ -32,7 +32,7 @@ def printed(console):
 
 def test_a_run_is_summed_up_like_a_real_one_with_its_cost():
     trace = Trace()
-    summary = run_recipe(simulation_from(SMALL), 0, trace)
+    summary = run_world(simulation_from(SMALL).world(), 0, trace)
     assert summary["steps"] == 3
     assert summary["ledger"]["dispatched"] == sum(n for name, n in summary["ledger"].items() if name != "dispatched")
     assert summary["ledger"]["trained"] == 3 * 8 == summary["domains"]["game"]["trained"]
@@ -40,13 +40,13 @@ def test_a_run_is_summed_up_like_a_real_one_with_its_cost():
     assert summary["gpu_hours"] == {"a": pytest.approx(2 * hours), "train": pytest.approx(8 * hours)}
     assert summary["cost"] == pytest.approx(2.85 * 10 * hours)
     assert 0 < summary["utilisation"]["a"] <= 1
-    assert run_recipe(simulation_from(SMALL), 0)["digest"] == summary["digest"] != run_recipe(
-        simulation_from(SMALL), 1)["digest"]
+    assert run_world(simulation_from(SMALL).world(), 0)["digest"] == summary["digest"] != run_world(
+        simulation_from(SMALL).world(), 1)["digest"]
 
 
 def test_the_timeline_has_steps_weights_and_trajectories_in_lanes(tmp_path):
     trace = Trace(limit=5)
-    run_recipe(simulation_from(SMALL), 0, trace)
+    run_world(simulation_from(SMALL).world(), 0, trace)
     trace.write(tmp_path / "t.json")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     slices = [e for e in events if e["ph"] == "X"]

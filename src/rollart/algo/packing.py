@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -28,15 +28,19 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return [sorted(members) for members in bins]
 
 
-def deal(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Indices of `lengths` as bins of each rank: dealt longest first to the rank with the fewest tokens, so that no
-    rank has more than 4/3 of the least possible maximum (Graham 1969), then packed. One rank: as `pack`.
-    """
-    held: list[list[int]] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        least = min(range(ranks), key=lambda rank: (tokens[rank], rank))
+def dealt(indices: Iterable[int], lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Indices of `lengths` in so many parts: dealt longest first to the part with the fewest tokens, so that none has
+    more than 4/3 of the least possible maximum (Graham 1969)."""
+    held: list[list[int]] = [[] for _ in range(parts)]
+    tokens = [0] * parts
+    for index in sorted(indices, key=lambda i: -lengths[i]):
+        least = tokens.index(min(tokens))
         held[least].append(index)
         tokens[least] += lengths[index]
+    return held
+
+
+def deal(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """Indices of `lengths` as bins of each rank: `dealt`, then packed. One rank: as `pack`."""
     return [[[own[i] for i in members] for members in pack([lengths[i] for i in own], max_tokens)]
-            for own in map(sorted, held)]
+            for own in map(sorted, dealt(range(len(lengths)), lengths, ranks))]

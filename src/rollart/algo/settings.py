@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from rollart.algo.catalogue import PIECES, find, parts, resolve
+from rollart.core.ranges import between, literals
 
 Truncated = Literal["train", "mask", "bootstrap"]
 Whiten = Literal["none", "batch", "domain"]
@@ -18,8 +19,6 @@ Ratio = Literal["proximal", "behaviour"]
 Proximal = Literal["recomputed", "approximated"]
 Reference = Literal["none", "copy", "adapter_off"]
 Kl = Literal["k1", "k2", "k3"]
-CHOICES: dict[str, Any] = {"truncated": Truncated, "whiten": Whiten, "ratio": Ratio, "proximal": Proximal,
-                           "reference": Reference, "kl_value": Kl, "kl_gradient": Kl}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +115,7 @@ class AlgoSettings:
         return self.advantage not in ("gae", "reinforce")
 
     def __post_init__(self) -> None:
-        for name, choice in CHOICES.items():
-            if getattr(self, name) not in get_args(choice):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(choice))}; got {getattr(self, name)!r}")
+        literals(self)
         for kind in ("advantage", "loss", "aggregation"):
             find(kind, getattr(self, kind))
         for kind in ("correction", "filter"):
@@ -142,9 +139,7 @@ class AlgoSettings:
         if self.importance_cap < 1:
             raise ValueError(f"importance_cap must be a ratio >= 1; got {self.importance_cap!r}: correction = 'none' "
                              "turns the weight off")
-        for name in ("gae_lambda", "token_discount", "turn_discount", "staleness_decay", "overlong_share"):
-            if getattr(self, name) > 1:
-                raise ValueError(f"{name} must be between 0 and 1; got {getattr(self, name)!r}")
+        between(self, 0, 1, "gae_lambda", "token_discount", "turn_discount", "staleness_decay", "overlong_share")
 
     def _check_together(self) -> None:
         """Settings that contradict each other, or that nothing reads."""

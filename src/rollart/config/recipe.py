@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,12 +27,13 @@ from rollart.backends.torch.settings import (
 )
 from rollart.backends.vllm.settings import ServerSettings, VLLMSettings
 from rollart.backends.weights.settings import WeightsSettings
-from rollart.config.toml import build, override, read_toml
+from rollart.config import toml
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import FreeSlots, RolloutSettings, ScheduleSettings
 from rollart.core.errors import ConfigError
+from rollart.core.ranges import at_least
 from rollart.core.types import Sampling, StalePolicy
-from rollart.envs.domain import Domain, make_domain, nearest
+from rollart.envs.domain import Domain, make_domain
 from rollart.envs.latency import Latency
 from rollart.rewards.settings import RewardSettings
 
@@ -53,8 +55,8 @@ class EvaluationSettings:
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
-        if self.tasks < 0 or self.concurrent < 1:
-            raise ValueError(f"needs tasks >= 0 and concurrent >= 1; got {self.tasks} and {self.concurrent}")
+        at_least(self, 0, "tasks")
+        at_least(self, 1, "concurrent")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +74,7 @@ class PoolSettings:
     hardware: str = ""
 
     def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ValueError(f"replicas must be at least 1 engine; got {self.replicas}")
+        at_least(self, 1, "replicas")
         if len(self.urls) != (self.replicas if self.engine == "server" else 0):
             raise ValueError(f"engine = {self.engine!r} with {self.replicas} replicas needs "
                              f"{self.replicas if self.engine == 'server' else 'no'} urls; got {len(self.urls)}")
@@ -126,9 +127,9 @@ class Recipe:
     pools: Mapping[str, PoolSettings] = field(default_factory=lambda: {"default": PoolSettings()})
     environments: ProcessSettings = field(default_factory=ProcessSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     weights: WeightsSettings = field(default_factory=WeightsSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
-    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     domains: Mapping[str, DomainEntry] = field(default_factory=dict)
 
     @property
@@ -143,60 +144,31 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, complete, in the form that `from_tables` reads."""
-        plain = dataclasses.asdict(self)
+        plain = toml.as_tables(self)
         plain["domains"] = {name: {"weight": entry.weight, **entry.settings,
                                    **({"curriculum": dict(entry.curriculum)} if entry.curriculum else {}),
                                    **({"latency": dataclasses.asdict(entry.latency)} if entry.latency else {})}
                             for name, entry in self.domains.items()}
-        for name in ("warm_start", "lora"):
-            if plain[name] is None:
-                del plain[name]
-        if self.schedule.alpha is None:
-            del plain["schedule"]["alpha"]
         return plain
 
 
-SECTIONS: dict[str, Any] = {
-    "pipeline": PipelineSettings, "schedule": ScheduleSettings, "rollout": RolloutSettings, "sampling": Sampling,
-    "algorithm": AlgoSettings, "learner": LearnerSettings, "model": ModelSettings, "chat": ChatSettings,
-    "lora": LoraSettings, "warm_start": WarmStartSettings, "engine": EngineSettings, "vllm": VLLMSettings,
-    "server": ServerSettings, "environments": ProcessSettings,
-    "reward": RewardSettings, "evaluation": EvaluationSettings, "weights": WeightsSettings,
-    "cluster": ClusterSettings,
-}
+SECTIONS = toml.sections(Recipe)
 
 
 def load_recipe(path: Path, assignments: Sequence[str] = ()) -> Recipe:
     """Read a TOML recipe, apply `a.b=c` overrides, check everything. Raises ConfigError in one line."""
-    tables = read_toml(path)
-    override(tables, assignments)
-    return from_tables(tables)
+    return from_tables(toml.read_toml(path, assignments))
 
 
 def from_tables(tables: Mapping[str, Any]) -> Recipe:
     """A checked recipe from plain tables. Raises ConfigError."""
-    plain = {"name": str, "seed": int, "keep_checkpoints": int}
-    known = [*plain, *SECTIONS, "pools", "domains"]
     if foreign := {"train", "faults", "calibration"} & tables.keys():
         raise ConfigError(f"[{min(foreign)}] belongs to a simulation recipe: use rollart simulate or rollart plan")
-    values: dict[str, Any] = {}
-    for key, value in tables.items():
-        if key in plain:
-            if type(value) is not plain[key]:
-                raise ConfigError(f"{key} must be {plain[key].__name__}; got {value!r}")
-            values[key] = value
-        elif key not in known:
-            raise ConfigError(f"unknown key {key}{nearest(key, known)}")
-        elif not isinstance(value, Mapping):
-            raise ConfigError(f"{key} must be a table [{key}]; got {value!r}")
-        elif key in SECTIONS:
-            value = resolve(value) if key == "algorithm" else value
-            values[key] = build(SECTIONS[key], value, key)
-        elif key == "pools":
-            values[key] = {name: build(PoolSettings, table, f"pools.{name}") for name, table in value.items()}
-        else:
-            values[key] = {name: _domain(name, table) for name, table in value.items()}
-    recipe = Recipe(**values)
+    readers = {key: partial(toml.build, kind, where=key) for key, kind in SECTIONS.items()} | {
+        "algorithm": lambda table: toml.build(AlgoSettings, resolve(table), "algorithm"),
+        "pools": lambda pools: {name: toml.build(PoolSettings, pool, f"pools.{name}") for name, pool in pools.items()},
+        "domains": lambda domains: {name: _domain(name, table) for name, table in domains.items()}}
+    recipe = Recipe(**toml.read_recipe(tables, {"name": str, "seed": int, "keep_checkpoints": int}, readers))
     _check(recipe)
     return recipe
 
@@ -216,7 +188,7 @@ def _domain(name: str, table: Any) -> DomainEntry:
     kind = {"class": settings["class"]} if "class" in settings else {}
     resolved = {**kind, **dataclasses.asdict(make_domain(name, settings).settings)}
     entry = DomainEntry(weight=float(weight), settings=resolved, curriculum=curriculum,
-                        latency=None if latency is None else build(Latency, latency, f"domains.{name}.latency"))
+                        latency=None if latency is None else toml.build(Latency, latency, f"domains.{name}.latency"))
     entry.levels(name)  # a mistake in a level is said now
     return entry
 
@@ -251,23 +223,13 @@ def _check(recipe: Recipe) -> None:
     if scoring > rollout.score_seconds:
         raise ConfigError(f"reward.score_seconds x (1 + reward.retries) = {scoring:g} s does not fit into "
                           f"rollout.score_seconds = {rollout.score_seconds:g} s")
-    for table, names in (("places", recipe.reward.places), ("functions", recipe.reward.functions)):
-        for name in names:
-            if name not in recipe.domains:
-                raise ConfigError(f"reward.{table}: no domain {name}{nearest(name, recipe.domains)}")
+    toml.refuse_unknown("reward.places", recipe.reward.places, recipe.domains)
+    toml.refuse_unknown("reward.functions", recipe.reward.functions, recipe.domains)
+    if recipe.warm_start:
+        toml.refuse_unknown("warm_start", (*recipe.warm_start.error_rates, *recipe.warm_start.episodes), recipe.domains)
     if not recipe.pools:
         raise ConfigError("at least one pool of engines is needed, for example [pools.default]")
-    bound: dict[str, str] = {}
-    for pool, settings in recipe.pools.items():
-        for domain in settings.domains:
-            if domain not in recipe.domains:
-                raise ConfigError(f"pools.{pool}.domains: no domain {domain}{nearest(domain, recipe.domains)}")
-            if domain in bound:
-                raise ConfigError(f"domain {domain} is bound to two pools, {bound[domain]} and {pool}: keep one")
-            bound[domain] = pool
-    for name in (*recipe.warm_start.error_rates, *recipe.warm_start.episodes) if recipe.warm_start else ():
-        if name not in recipe.domains:
-            raise ConfigError(f"warm_start: no domain {name}{nearest(name, recipe.domains)}")
+    toml.check_pools(recipe.pools, recipe.domains)
     learner = recipe.learner
     if learner.schedule != "constant" and learner.warmup_steps >= (learner.total_steps or recipe.pipeline.steps):
         raise ConfigError(f"learner.warmup_steps = {learner.warmup_steps} must be below the schedule's length of "

@@ -14,7 +14,7 @@ from rollart.config.recipe import SECTIONS, PoolSettings
 from rollart.core.errors import ConfigError
 from rollart.envs.domain import ADAPTERS, DOMAINS, domain_class
 from rollart.envs.latency import Latency
-from rollart.sim.costs import Shape, StepCost, TrainCost
+from rollart.sim.costs import StepCost, TrainCost
 from rollart.sim.workload import Load, Spread
 
 HEAD = """# Recipes
@@ -63,7 +63,7 @@ def reference() -> str:
     parts.append(SIMULATION)
     parts += [_section(f"[{name}]", kind) for name, kind in simulation.SECTIONS.items()
               if SECTIONS.get(name) is not kind]
-    parts += [_section("[model]", Shape), _section("[pools.NAME]", simulation.SimPoolSettings),
+    parts += [_section("[pools.NAME]", simulation.SimPoolSettings),
               _section("[pools.NAME.cost]", StepCost, level="###"), _section("[train.cost]", TrainCost, level="###"),
               _section("[domains.NAME]", Load), _section("[domains.NAME.turns], and each other distribution", Spread,
                                                          level="###")]
@@ -72,20 +72,12 @@ def reference() -> str:
 
 def _section(title: str, kind: Any, level: str = "##") -> str:
     text = inspect.cleandoc(kind.__doc__ or "").replace(" Raises ValueError.", "").replace("Raises ValueError.", "")
-    lines = "".join(f"    {line}\n" if line else "\n" for line in text.strip().splitlines())
-    keys = "".join(f"    {field.name} = {_default(field)}\n" for field in dataclasses.fields(kind)
+    keys = "".join(f"{field.name} = {_default(field)}\n" for field in dataclasses.fields(kind)
                    if not dataclasses.is_dataclass(_value(field)))
     nested = "".join("\n" + _section(f"{title[:-1]}.{field.name}]", type(_value(field)), "###")
                      for field in dataclasses.fields(kind) if dataclasses.is_dataclass(_value(field)))
-    return f"{level} {title}\n\n```text\n{_dedent(lines)}```\n\n{_as_toml(keys)}{nested}"
-
-
-def _dedent(lines: str) -> str:
-    return "".join(line[4:] if line.startswith("    ") else line for line in lines.splitlines(keepends=True))
-
-
-def _as_toml(keys: str) -> str:
-    return f"```toml\n{_dedent(keys)}```\n" if keys else ""
+    table = f"```toml\n{keys}```\n" if keys else ""
+    return f"{level} {title}\n\n```text\n{text.strip()}\n```\n\n{table}{nested}"
 
 
 def _value(field: dataclasses.Field[Any]) -> Any:

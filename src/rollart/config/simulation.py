@@ -15,14 +15,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollart.algo.settings import AlgoSettings
-from rollart.config.toml import build, override, read_toml
+from rollart.config.toml import as_tables, build, check_pools, read_recipe, read_toml, sections
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import RolloutSettings, ScheduleSettings
 from rollart.core.errors import ConfigError
+from rollart.core.ranges import at_least
 from rollart.envs.domain import nearest
 from rollart.sim.calibration import Calibration
 from rollart.sim.costs import MODELS, Shape, StepCost, TrainCost, engine_cost, gpu_kind, train_cost, transfer
@@ -42,8 +44,7 @@ class TrainSettings:
     cost: TrainCost | None = None
 
     def __post_init__(self) -> None:
-        if self.gpus < 1:
-            raise ValueError(f"train.gpus must be at least 1; got {self.gpus}")
+        at_least(self, 1, "gpus")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +65,8 @@ class SimPoolSettings:
     cost: StepCost | None = None
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel < 1 or self.gpus < 1 or self.prefill_gpus < 0:
-            raise ValueError(f"needs gpus and tensor_parallel of at least 1; got {self.gpus} and "
-                             f"{self.tensor_parallel}")
+        at_least(self, 1, "gpus", "tensor_parallel")
+        at_least(self, 0, "prefill_gpus")
         if self.gpus % self.tensor_parallel or self.prefill_gpus % self.tensor_parallel:
             raise ValueError(f"gpus = {self.gpus} and prefill_gpus = {self.prefill_gpus} must be multiples of "
                              f"tensor_parallel = {self.tensor_parallel}")
@@ -90,8 +90,7 @@ class SimEnvironments:
     opening: int = 0
 
     def __post_init__(self) -> None:
-        if self.opening < 0:
-            raise ValueError(f"environments.opening must be 0 or more; got {self.opening}")
+        at_least(self, 0, "opening")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,33 +109,28 @@ class SimRecipe:
 
     name: str = "simulation"
     seed: int = 0
-    model: Shape = field(default_factory=lambda: MODELS["Qwen3-8B"])
-    train: TrainSettings = field(default_factory=TrainSettings)
-    pools: Mapping[str, SimPoolSettings] = field(default_factory=dict)
-    domains: Mapping[str, SimDomain] = field(default_factory=dict)
     pipeline: PipelineSettings = field(default_factory=lambda: PipelineSettings(steps=6, checkpoint_every=0))
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     algorithm: AlgoSettings = field(default_factory=AlgoSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
     weights: WeightSettings = field(default_factory=WeightSettings)
     reward: RewardCost = field(default_factory=RewardCost)
     environments: SimEnvironments = field(default_factory=SimEnvironments)
     faults: Faults = field(default_factory=Faults)
     calibration: Calibration = field(default_factory=Calibration)
+    model: Shape = field(default_factory=lambda: MODELS["Qwen3-8B"])
+    pools: Mapping[str, SimPoolSettings] = field(default_factory=dict)
+    domains: Mapping[str, SimDomain] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, complete, in the form that `simulation_from` reads."""
-        plain = dataclasses.asdict(self)
+        plain = as_tables(self)
         for name, domain in self.domains.items():
             plain["domains"][name] = {"weight": domain.weight, **domain.settings,
                                       **{k: v for k in ("load", "records") if (v := getattr(domain, k))}}
-        for table in (plain["train"], *plain["pools"].values()):
-            if table["cost"] is None:
-                del table["cost"]
         for section, keys in ACTS.items():
             plain[section] = {k: plain[section][k] for k in keys}
-        if self.schedule.alpha is None:
-            del plain["schedule"]["alpha"]
         return plain
 
     def loads(self) -> dict[str, Load]:
@@ -179,58 +173,36 @@ class SimRecipe:
                        kv_bytes=self.model.kv_bytes, link=self.calibration.kv_bytes_per_s)
 
 
-SECTIONS: dict[str, Any] = {
-    "pipeline": PipelineSettings, "schedule": ScheduleSettings, "rollout": RolloutSettings,
-    "algorithm": AlgoSettings, "train": TrainSettings, "weights": WeightSettings, "reward": RewardCost,
-    "environments": SimEnvironments, "faults": Faults, "calibration": Calibration,
-}
+SECTIONS = sections(SimRecipe)
 ACTS = {"algorithm": ("filter", "truncated"), "pipeline": ("steps", "checkpoint_every", "step_seconds")}
 """Keys of sections shared with training that mean something here (of other sections: all)."""
 
 
-def load_tables(path: Path, assignments: Sequence[str] = ()) -> dict[str, Any]:
-    """The plain tables of a simulation recipe with `a.b=c` overrides. Raises ConfigError."""
-    tables = read_toml(path)
-    override(tables, assignments)
-    return tables
-
-
 def load_simulation(path: Path, assignments: Sequence[str] = ()) -> SimRecipe:
     """A checked simulation recipe. Raises ConfigError in one line."""
-    return simulation_from(load_tables(path, assignments))
+    return simulation_from(read_toml(path, assignments))
 
 
 def simulation_from(tables: Mapping[str, Any]) -> SimRecipe:
     """A checked recipe from plain tables. Raises ConfigError."""
-    plain = {"name": str, "seed": int}
-    known = [*plain, *SECTIONS, "model", "pools", "domains"]
     if foreign := {"engine", "evaluation", "learner", "warm_start"} & tables.keys():
         raise ConfigError(f"[{min(foreign)}] belongs to a training recipe: use rollart train")
-    values: dict[str, Any] = {}
-    for key, value in tables.items():
-        if key in plain:
-            if type(value) is not plain[key]:
-                raise ConfigError(f"{key} must be {plain[key].__name__}; got {value!r}")
-            values[key] = value
-        elif key not in known:
-            raise ConfigError(f"unknown key {key}{nearest(key, known)}")
-        elif not isinstance(value, Mapping):
-            raise ConfigError(f"{key} must be a table [{key}]; got {value!r}")
-        elif key == "model":
-            values[key] = _model(value)
-        elif key == "pools":
-            values[key] = {name: build(SimPoolSettings, table, f"pools.{name}") for name, table in value.items()}
-        elif key == "domains":
-            values[key] = {name: _domain(name, table) for name, table in value.items()}
-        else:
-            if void := [k for k in value if k not in ACTS.get(key, value)]:
-                raise ConfigError(f"{key}.{void[0]} has no effect in a simulation, which does not learn: leave it out")
-            values[key] = build(SECTIONS[key], value, key)
+    readers = {key: partial(_section, key) for key in SECTIONS} | {
+        "model": _model,
+        "pools": lambda pools: {name: build(SimPoolSettings, table, f"pools.{name}") for name, table in pools.items()},
+        "domains": lambda domains: {name: _domain(name, table) for name, table in domains.items()}}
+    values = read_recipe(tables, {"name": str, "seed": int}, readers)
     if "pipeline" in values and "checkpoint_every" not in tables["pipeline"]:
         values["pipeline"] = dataclasses.replace(values["pipeline"], checkpoint_every=0)
     recipe = SimRecipe(**values)
     _check(recipe)
     return recipe
+
+
+def _section(key: str, table: Mapping[str, Any]) -> Any:
+    if void := [k for k in table if k not in ACTS.get(key, table)]:
+        raise ConfigError(f"{key}.{void[0]} has no effect in a simulation, which does not learn: leave it out")
+    return build(SECTIONS[key], table, key)
 
 
 def _model(table: Mapping[str, Any]) -> Shape:
@@ -292,14 +264,7 @@ def _check(recipe: SimRecipe) -> None:
         raise ConfigError("a simulation needs at least one domain with a weight above 0, for example [domains.swe]")
     if not recipe.pools:
         raise ConfigError("a simulation needs at least one pool of engines, for example [pools.h800]")
-    bound: dict[str, str] = {}
-    for pool, settings in recipe.pools.items():
-        for domain in settings.domains:
-            if domain not in (*recipe.domains, "default"):
-                raise ConfigError(f"pools.{pool}.domains: no domain {domain}{nearest(domain, recipe.domains)}")
-            if domain in bound:
-                raise ConfigError(f"domain {domain} is bound to two pools, {bound[domain]} and {pool}: keep one")
-            bound[domain] = pool
+    bound = check_pools(recipe.pools, (*recipe.domains, "default"))
     if bound and "default" not in bound and (loose := [d for d in recipe.domains if d not in bound]):
         raise ConfigError(f"domain {loose[0]} has no pool: name it in the domains of one of {', '.join(recipe.pools)}, "
                           'or give one of them domains = ["default"]')

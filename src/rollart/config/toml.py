@@ -1,4 +1,5 @@
-"""TOML tables into frozen dataclasses, with one clear line for whatever is wrong.
+"""TOML tables into frozen dataclasses and back, with one clear line for whatever is wrong; what both kinds of recipe
+share.
 
 Keeps true: every key that is accepted sets something; an unknown one is refused with the nearest name.
 """
@@ -9,7 +10,7 @@ import dataclasses
 import json
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,16 +23,18 @@ T = TypeVar("T")
 _SCALARS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The recipe's tables. Raises ConfigError."""
+def read_toml(path: Path, assignments: Iterable[str] = ()) -> dict[str, Any]:
+    """The recipe's tables, with `a.b=value` overrides. Raises ConfigError."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"recipe {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
+    override(tables, assignments)
+    return tables
 
 
 def override(tables: dict[str, Any], assignments: Iterable[str]) -> None:
@@ -62,12 +65,11 @@ def _merge(into: dict[str, Any], added: Mapping[str, Any], path: str) -> None:
 
 def check_keys(table: object, kind: Any, where: str) -> None:
     """Refuse keys that `kind` (a dataclass, or a union with one) has no field for, at any depth, and wrong types."""
-    options = [kind, *typing.get_args(kind)]
-    owner = next((k for k in options if dataclasses.is_dataclass(k)), None)
     if typing.get_origin(kind) is Mapping and isinstance(table, Mapping):
         for name, value in table.items():
-            check_keys(value, options[-1], f"{where}{name}.")
+            check_keys(value, typing.get_args(kind)[-1], f"{where}{name}.")
         return
+    owner = _dataclass(kind)
     if owner is None or not isinstance(table, Mapping):
         return
     hints = typing.get_type_hints(owner)
@@ -95,3 +97,57 @@ def build(kind: type[T], table: object, where: str) -> T:
         message = first["msg"].removeprefix("Value error, ")
         shown = "" if message.startswith(where) or "got" in message else f"; got {first['input']!r}"
         raise ConfigError(f"{key}: {message}{shown}") from None
+
+
+def _dataclass(kind: Any) -> Any:
+    """The kind itself, or the one in a union; None for all else."""
+    options = () if typing.get_origin(kind) is Mapping else (kind, *typing.get_args(kind))
+    return next((option for option in options if dataclasses.is_dataclass(option)), None)
+
+
+def sections(recipe: type) -> dict[str, Any]:
+    """The tables of a recipe that are one dataclass each, in the order of its fields."""
+    kinds = {name: _dataclass(hint) for name, hint in typing.get_type_hints(recipe).items()}
+    return {name: kind for name, kind in kinds.items() if kind}
+
+
+def read_recipe(tables: Mapping[str, Any], plain: Mapping[str, type],
+                readers: Mapping[str, Callable[[Mapping[str, Any]], Any]]) -> dict[str, Any]:
+    """A recipe's top level, checked: `plain` keys by their type, and tables by what reads them. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    for key, value in tables.items():
+        if key in plain:
+            if type(value) is not plain[key]:
+                raise ConfigError(f"{key} must be {plain[key].__name__}; got {value!r}")
+            values[key] = value
+        elif key not in readers:
+            raise ConfigError(f"unknown key {key}{nearest(key, [*plain, *readers])}")
+        elif not isinstance(value, Mapping):
+            raise ConfigError(f"{key} must be a table [{key}]; got {value!r}")
+        else:
+            values[key] = readers[key](value)
+    return values
+
+
+def as_tables(recipe: Any) -> dict[str, Any]:
+    """Plain data, without what is not set (None)."""
+    return dataclasses.asdict(recipe, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not None})
+
+
+def refuse_unknown(where: str, names: Iterable[str], domains: Collection[str]) -> None:
+    """Raises ConfigError for a name that is no domain of the recipe."""
+    for name in names:
+        if name not in domains:
+            raise ConfigError(f"{where}: no domain {name}{nearest(name, domains)}")
+
+
+def check_pools(pools: Mapping[str, Any], domains: Collection[str]) -> dict[str, str]:
+    """The pool of each domain that one names. Raises ConfigError where that domain is not there, or in two pools."""
+    bound: dict[str, str] = {}
+    for pool, settings in pools.items():
+        refuse_unknown(f"pools.{pool}.domains", settings.domains, domains)
+        for domain in settings.domains:
+            if domain in bound:
+                raise ConfigError(f"domain {domain} is bound to two pools, {bound[domain]} and {pool}: keep one")
+            bound[domain] = pool
+    return bound

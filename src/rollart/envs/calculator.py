@@ -16,11 +16,13 @@ import operator
 import random
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rollart.core.clock import stream
+from rollart.core.ranges import between
 from rollart.core.types import Action, Message, Observation, Task
-from rollart.envs.domain import Domain, DomainSettings, Episode, Player
+from rollart.envs.domain import CountedEpisode, Domain, DomainSettings, Episode, Player, Plays
 
 _CALL = re.compile(r"(?:^|\s)calc ([1-9])$")
 _ANSWER = re.compile(r"(?:^|\s)answer (-?\d{1,12})$")
@@ -47,8 +49,7 @@ class CalculatorSettings(DomainSettings):
         super().__post_init__()
         if not 2 <= self.smallest <= self.largest <= 6:
             raise ValueError(f"2 <= smallest <= largest <= 6 is required; got {self.smallest} and {self.largest}")
-        if not 1 <= self.highest <= 99:
-            raise ValueError(f"highest must lie between 1 and 99; got {self.highest}")
+        between(self, 1, 99, "highest")
         if self.max_turns < self.largest:
             raise ValueError(f"largest {self.largest} needs as many turns; got max_turns {self.max_turns}")
 
@@ -74,10 +75,11 @@ class Calculator(Domain):
         return _Sum(self, task)
 
     def player(self, task: Task, seed: int, error_rate: float) -> Player:
-        return _Solver(stream(seed, "player", task.id), error_rate)
+        return Plays(partial(_solve, stream(seed, "player", task.id), error_rate))
 
     def random_player(self, task: Task, seed: int) -> Player:
-        return _Guesser(stream(seed, "random", task.id))
+        rng = stream(seed, "random", task.id)
+        return Plays(lambda _: f"answer {rng.randint(0, 99)}" if rng.random() < 0.5 else f"calc {rng.randint(1, 3)}")
 
 
 def apply(call: Call) -> int:
@@ -115,13 +117,11 @@ def expression(numbers: list[int], operators: str) -> str:
     return "".join(f"{number}{sign}" for number, sign in zip(numbers, [*operators, ""], strict=True))
 
 
-class _Sum(Episode):
+class _Sum(CountedEpisode):
     def __init__(self, domain: Domain, task: Task) -> None:
-        self._domain = domain
+        super().__init__(domain, task)
         self._numbers, self._operators = list(task.payload["numbers"]), task.payload["operators"]
         self._target = results(self._numbers, self._operators)[-1]
-        self._max_turns = task.max_turns
-        self._actions = self._valid = 0
 
     def first(self) -> Observation:
         return Observation(self._domain.start(Message("user", expression(self._numbers, self._operators))))
@@ -133,39 +133,22 @@ class _Sum(Episode):
         done = at < len(self._operators)
         if done:
             self._numbers, self._operators = reduce(self._numbers, self._operators, at)
-        self._actions += 1
-        self._valid += bool(done or answer)
         left = expression(self._numbers, self._operators) if self._operators else f"{self._numbers[0]:02d}"
         messages = () if answer else (Message("tool", left if done else f"? {left}"),)
         success = answer is not None and int(answer[1]) == self._target
-        out_of_turns = not answer and self._actions >= self._max_turns
-        return Observation(messages, done=bool(answer) or out_of_turns, truncated=out_of_turns, reward=float(success),
-                           facts={"success": success, "target": self._target, "valid": self._valid,
-                                  "actions": self._actions})
+        return self._answer(*messages, valid=bool(done or answer), success=success, ended=bool(answer),
+                            target=self._target)
 
 
-class _Solver:
+def _solve(rng: random.Random, error_rate: float, observation: Observation) -> str:
     """Writes down what is left and makes the right call. Errs by another operation first, and by the answer 00."""
-
-    def __init__(self, rng: random.Random, error_rate: float) -> None:
-        self._rng, self._error_rate = rng, error_rate
-
-    def act(self, observation: Observation) -> str:
-        text = str(observation.messages[-1].content).removeprefix("? ")
-        operators = "".join(_NUMBER.split(text))
-        err = self._rng.random() < self._error_rate
-        if not operators:
-            return f"{text} answer {'00' if err else text}"
-        at = first_at(operators)
-        others = [other for other in range(len(operators)) if other != at]
-        if err and (not others or self._rng.random() < 0.5):
-            return f"{text} answer 00"
-        return f"{text} calc {1 + (self._rng.choice(others) if err else at)}"
-
-
-class _Guesser:
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def act(self, observation: Observation) -> str:
-        return f"answer {self._rng.randint(0, 99)}" if self._rng.random() < 0.5 else f"calc {self._rng.randint(1, 3)}"
+    text = str(observation.messages[-1].content).removeprefix("? ")
+    operators = "".join(_NUMBER.split(text))
+    err = rng.random() < error_rate
+    if not operators:
+        return f"{text} answer {'00' if err else text}"
+    at = first_at(operators)
+    others = [other for other in range(len(operators)) if other != at]
+    if err and (not others or rng.random() < 0.5):
+        return f"{text} answer 00"
+    return f"{text} calc {1 + (rng.choice(others) if err else at)}"

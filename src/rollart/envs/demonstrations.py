@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollart.core.types import Action, Message, Observation, Task
+from rollart.core.types import Action, Observation, Task
 from rollart.envs.domain import Domain, Player, Split
 
 
@@ -24,15 +24,6 @@ class Demonstration:
     @property
     def success(self) -> bool:
         return bool(self.observations[-1].facts["success"])
-
-    def messages(self) -> list[Message]:
-        """The whole conversation; the assistant's messages are what is learned. Ends with the last action."""
-        out = list(self.start.messages)
-        for i, action in enumerate(self.actions):
-            out.append(Message("assistant", action))
-            if i + 1 < len(self.actions):
-                out.extend(self.observations[i].messages)
-        return out
 
 
 def play_episode(domain: Domain, task: Task, player: Player) -> Demonstration:

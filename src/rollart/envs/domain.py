@@ -13,12 +13,13 @@ import importlib
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 from rollart.core.clock import draw, stream
 from rollart.core.errors import ConfigError
+from rollart.core.ranges import at_least, literals
 from rollart.core.types import Action, Message, Observation, Task
 
 Split = Literal["train", "eval"]
@@ -68,8 +69,8 @@ class DomainSettings:
     instructions: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_turns < 1 or self.max_tokens < 1:
-            raise ValueError(f"max_turns and max_tokens must be at least 1; got {self.max_turns} and {self.max_tokens}")
+        literals(self)
+        at_least(self, 1, "max_turns", "max_tokens")
         if not 0 < self.eval_share < 1:
             raise ValueError(f"eval_share must lie between 0 and 1; got {self.eval_share}")
 
@@ -78,6 +79,13 @@ class Player(Protocol):
     """Plays one episode: called with the first observation, then with the answer to each of its actions."""
 
     def act(self, observation: Observation) -> str: ...
+
+
+@dataclass(frozen=True)
+class Plays:
+    """A player that is one function."""
+
+    act: Callable[[Observation], str]
 
 
 class Episode(ABC):
@@ -91,6 +99,23 @@ class Episode(ABC):
 
     def close(self) -> None:  # noqa: B027  most episodes hold nothing
         """Free what the episode holds."""
+
+
+class CountedEpisode(Episode):
+    """An episode that counts its actions and is cut off after the task's turns; its `step` ends with `_answer`."""
+
+    def __init__(self, domain: Domain, task: Task) -> None:
+        self._domain, self._task = domain, task
+        self._actions = self._valid = 0
+
+    def _answer(self, *messages: Message, valid: bool, success: bool, ended: bool, **facts: Any) -> Observation:
+        """To one action: whether it had the form that it should, solved the task, ended the episode. The reward is 1
+        for a success, unless the facts have another."""
+        self._actions += 1
+        self._valid += valid
+        late = not ended and self._actions >= self._task.max_turns
+        return Observation(messages, done=ended or late, truncated=late, reward=facts.get("reward", float(success)),
+                           facts={"success": success, **facts, "valid": self._valid, "actions": self._actions})
 
 
 class Domain(ABC):

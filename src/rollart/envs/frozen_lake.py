@@ -14,13 +14,15 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
 from rollart.core.clock import stream
+from rollart.core.ranges import between
 from rollart.core.types import Action, Message, Observation, Task
-from rollart.envs.domain import Domain, DomainSettings, Episode, Player
+from rollart.envs.domain import CountedEpisode, Domain, DomainSettings, Episode, Player, Plays
 
 ACTIONS = "LDRU"  # gymnasium's numbering
 _PREFERENCE = "DRLU"  # among equally short ways, so that the right action is one
@@ -39,8 +41,7 @@ class FrozenLakeSettings(DomainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 2 <= self.size <= 32:
-            raise ValueError(f"size must lie between 2 and 32; got {self.size}")
+        between(self, 2, 32, "size")
         if not 0.3 <= self.ice < 1:
             raise ValueError(f"ice must be at least 0.3 and below 1; got {self.ice}")
         shortest = 2 * self.size - 2
@@ -67,10 +68,10 @@ class FrozenLake(Domain):
         return _Walk(self, task)
 
     def player(self, task: Task, seed: int, error_rate: float) -> Player:
-        return _Walker(task.payload["map"], stream(seed, "player", task.id), error_rate)
+        return Plays(partial(_walk, steps_to_goal(task.payload["map"]), stream(seed, "player", task.id), error_rate))
 
     def random_player(self, task: Task, seed: int) -> Player:
-        return _Walker(task.payload["map"], stream(seed, "random", task.id), 1.0)
+        return Plays(partial(_walk, {}, stream(seed, "random", task.id), 1.0))
 
 
 def steps_to_goal(rows: list[str]) -> dict[tuple[int, int], int]:
@@ -88,12 +89,11 @@ def steps_to_goal(rows: list[str]) -> dict[tuple[int, int], int]:
     return steps
 
 
-class _Walk(Episode):
+class _Walk(CountedEpisode):
     def __init__(self, domain: Domain, task: Task) -> None:
-        self._domain, self._task = domain, task
+        super().__init__(domain, task)
         self._rows: list[str] = list(task.payload["map"])
         self._lake = FrozenLakeEnv(desc=self._rows, is_slippery=False)
-        self._actions = self._valid = 0
 
     def first(self) -> Observation:
         state, _ = self._lake.reset(seed=0)
@@ -107,13 +107,8 @@ class _Walk(Episode):
         if valid:
             state, _, ended, _, _ = self._lake.step(ACTIONS.index(letter))
             self._state = int(state)
-        self._actions += 1
-        self._valid += valid
-        success = self._state == len(self._rows) ** 2 - 1
-        out_of_turns = not ended and self._actions >= self._task.max_turns
-        return Observation((Message("user", self._draw() if valid else "?\n" + self._draw()),),
-                           done=ended or out_of_turns, truncated=out_of_turns, reward=float(success),
-                           facts={"success": success, "valid": self._valid, "actions": self._actions})
+        return self._answer(Message("user", self._draw() if valid else "?\n" + self._draw()), valid=valid,
+                            success=self._state == len(self._rows) ** 2 - 1, ended=ended)
 
     def close(self) -> None:
         self._lake.close()
@@ -125,22 +120,16 @@ class _Walk(Episode):
         return "\n".join(tiles[i:i + size] for i in range(0, size * size, size))
 
 
-class _Walker:
+def _walk(steps: dict[tuple[int, int], int], rng: random.Random, error_rate: float, observation: Observation) -> str:
     """Takes the shortest way from where the drawing shows it; errs by a random move."""
+    if rng.random() < error_rate:
+        return rng.choice(ACTIONS)
+    lines = str(observation.messages[-1].content).removeprefix("?\n").split("\n")
+    row = next(i for i, line in enumerate(lines) if "A" in line)
+    column = lines[row].index("A")
 
-    def __init__(self, rows: list[str], rng: random.Random, error_rate: float) -> None:
-        self._steps, self._rng, self._error_rate = steps_to_goal(rows), rng, error_rate
+    def steps_after(letter: str) -> int:
+        down, right = _MOVES[letter]
+        return steps.get((row + down, column + right), len(steps))
 
-    def act(self, observation: Observation) -> str:
-        if self._rng.random() < self._error_rate:
-            return self._rng.choice(ACTIONS)
-        lines = str(observation.messages[-1].content).removeprefix("?\n").split("\n")
-        row = next(i for i, line in enumerate(lines) if "A" in line)
-        column = lines[row].index("A")
-        far = len(self._steps)
-
-        def steps_after(letter: str) -> int:
-            down, right = _MOVES[letter]
-            return self._steps.get((row + down, column + right), far)
-
-        return min(_PREFERENCE, key=steps_after)
+    return min(_PREFERENCE, key=steps_after)

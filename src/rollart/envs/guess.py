@@ -15,11 +15,12 @@ import random
 import re
 import string
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rollart.core.clock import stream
 from rollart.core.types import Action, Message, Observation, Task
-from rollart.envs.domain import Domain, DomainSettings, Episode, Player
+from rollart.envs.domain import CountedEpisode, Domain, DomainSettings, Episode, Player, Plays
 
 _GUESS = re.compile(r"(?:^|\s)guess ([a-z])$")
 _RING = string.ascii_lowercase
@@ -64,10 +65,11 @@ class Guess(Domain):
         return _Game(self, task)
 
     def player(self, task: Task, seed: int, error_rate: float) -> Player:
-        return _Halver(stream(seed, "player", task.id), error_rate)
+        return Plays(partial(_halve, stream(seed, "player", task.id), error_rate))
 
     def random_player(self, task: Task, seed: int) -> Player:
-        return _Blind(between(task.payload["low"], task.payload["high"]), stream(seed, "random", task.id))
+        letters, rng = between(task.payload["low"], task.payload["high"]), stream(seed, "random", task.id)
+        return Plays(lambda _: f"guess {rng.choice(letters)}")
 
 
 def between(low: str, high: str) -> str:
@@ -76,12 +78,11 @@ def between(low: str, high: str) -> str:
     return turned[:turned.index(high) + 1]
 
 
-class _Game(Episode):
+class _Game(CountedEpisode):
     def __init__(self, domain: Domain, task: Task) -> None:
-        self._domain, self._task = domain, task
+        super().__init__(domain, task)
         self._secret = str(task.payload["secret"])
         self._left = between(task.payload["low"], task.payload["high"])
-        self._actions = self._valid = 0
 
     def first(self) -> Observation:
         return Observation(self._domain.start(Message("user", self._range())))
@@ -90,40 +91,24 @@ class _Game(Episode):
         found = _GUESS.search(str(action.text).strip())
         letter = found[1] if found else None
         stop = str(action.text).strip() == "stop"
-        self._actions += 1
-        self._valid += letter is not None or stop
         success = letter == self._secret
         if letter and letter in self._left and not success:
             self._left = next(part for part in self._left.split(letter) if self._secret in part)
         answer = "yes" if success else self._range() if letter else f"? {self._range()}"
-        return Observation((Message("user", answer),), done=success or stop or self._actions >= self._task.max_turns,
-                           reward=float(success),
-                           facts={"success": success, "secret": self._secret, "valid": self._valid,
-                                  "actions": self._actions})
+        last = self._actions + 1 >= self._task.max_turns  # the game's own end, no cut-off
+        return self._answer(Message("user", answer), valid=letter is not None or stop, success=success,
+                            ended=success or stop or last, secret=self._secret)
 
     def _range(self) -> str:
         return f"{self._left[0]}-{self._left[-1]}"
 
 
-class _Halver:
+def _halve(rng: random.Random, error_rate: float, observation: Observation) -> str:
     """Writes the range out and guesses its middle. Errs by guessing its first letter, or by giving up."""
-
-    def __init__(self, rng: random.Random, error_rate: float) -> None:
-        self._rng, self._error_rate = rng, error_rate
-
-    def act(self, observation: Observation) -> str:
-        letters = between(*str(observation.messages[-1].content).removeprefix("? ").split("-"))
-        err = self._rng.random() < self._error_rate
-        if err and self._rng.random() < 0.5:
-            return "stop"
-        middle = 0 if err else len(letters) // 2
-        parts = letters[:middle], letters[middle], letters[middle + 1:]
-        return " ".join(part for part in parts if part) + f" guess {letters[middle]}"
-
-
-class _Blind:
-    def __init__(self, letters: str, rng: random.Random) -> None:
-        self._letters, self._rng = letters, rng
-
-    def act(self, observation: Observation) -> str:
-        return f"guess {self._rng.choice(self._letters)}"
+    letters = between(*str(observation.messages[-1].content).removeprefix("? ").split("-"))
+    err = rng.random() < error_rate
+    if err and rng.random() < 0.5:
+        return "stop"
+    middle = 0 if err else len(letters) // 2
+    parts = letters[:middle], letters[middle], letters[middle + 1:]
+    return " ".join(part for part in parts if part) + f" guess {letters[middle]}"

@@ -17,6 +17,7 @@ from typing import Literal
 from rollart.core.clock import stream
 from rollart.core.errors import EnvironmentFailed
 from rollart.core.ports import Environment, EnvironmentPool
+from rollart.core.ranges import at_least, between, finite, literals
 from rollart.core.types import Action, Observation, Task
 
 _COUNTED_TASKS = 100_000  # tasks whose openings are remembered; the oldest are forgotten first
@@ -46,15 +47,10 @@ class Latency:
     hang_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.distribution not in ("normal", "lognormal", "exponential", "constant"):
-            raise ValueError(f"distribution must be normal, lognormal, exponential or constant; got "
-                             f"{self.distribution!r}")
-        for name in ("mean_seconds", "sigma_seconds", "tail_seconds", "open_seconds"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
-        for name in ("tail_probability", "failure_rate", "hang_rate"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie between 0 and 1; got {getattr(self, name)}")
+        literals(self)
+        finite(self, "mean_seconds", "sigma_seconds", "tail_seconds", "open_seconds")
+        at_least(self, 0, "mean_seconds", "sigma_seconds", "tail_seconds", "open_seconds")
+        between(self, 0, 1, "tail_probability", "failure_rate", "hang_rate")
         if self.sigma_seconds and (self.distribution not in ("normal", "lognormal") or not self.mean_seconds):
             raise ValueError(f"sigma_seconds needs a normal or lognormal distribution and mean_seconds above 0; got "
                              f"{self.distribution} with mean_seconds {self.mean_seconds}")

@@ -14,12 +14,14 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rollart.core.clock import stream
 from rollart.core.errors import ConfigError
+from rollart.core.ranges import between
 from rollart.core.types import Action, Message, Observation, Task
-from rollart.envs.domain import Domain, DomainSettings, Episode, Player
+from rollart.envs.domain import CountedEpisode, Domain, DomainSettings, Episode, Player, Plays
 from rollart.envs.tool_calls import parse
 from rollart.sandbox import Sandbox, SandboxSettings, choose, open_sandbox
 
@@ -61,8 +63,7 @@ class MathsSettings(DomainSettings):
         super().__post_init__()
         if not 1 <= self.smallest <= self.largest <= 8:
             raise ValueError(f"1 <= smallest <= largest <= 8 is required; got {self.smallest} and {self.largest}")
-        if not 3 <= self.highest <= 10_000:
-            raise ValueError(f"highest must lie between 3 and 10000; got {self.highest}")
+        between(self, 3, 10_000, "highest")
         self.limits()
 
     def limits(self) -> SandboxSettings:
@@ -91,10 +92,10 @@ class Maths(Domain):
         return _Problem(self, task)
 
     def player(self, task: Task, seed: int, error_rate: float) -> Player:
-        return _Solver(stream(seed, "player", task.id), task, error_rate)
+        return Plays(partial(_solve, task.payload["work"], stream(seed, "player", task.id), error_rate))
 
     def random_player(self, task: Task, seed: int) -> Player:
-        return _Guesser(stream(seed, "random", task.id))
+        return Plays(partial(_guess, stream(seed, "random", task.id)))
 
 
 def story(rng: random.Random, settings: MathsSettings) -> dict[str, Any]:
@@ -132,11 +133,10 @@ def read_gsm8k(path: str) -> list[dict[str, Any]]:
     return rows
 
 
-class _Problem(Episode):
+class _Problem(CountedEpisode):
     def __init__(self, domain: Domain, task: Task) -> None:
-        self._domain, self._task, self._settings = domain, task, domain.settings
+        super().__init__(domain, task)
         self._sandbox: Sandbox | None = None
-        self._actions = self._valid = 0
 
     def first(self) -> Observation:
         return Observation(self._domain.start(Message("user", self._task.payload["question"])))
@@ -145,45 +145,32 @@ class _Problem(Episode):
         text, target = str(action.text).strip(), self._task.payload["answer"]
         answer = _ANSWER.search(text)
         calls = [] if answer else [call for call in parse(text, "tags") if call.name == "python"]
-        self._actions += 1
-        self._valid += bool(answer or calls)
         says = self._run(str(calls[0].arguments.get("code", calls[0].arguments.get("input", "")))) if calls else (
             "? write <python>code</python>, or end with: answer 6")
         success = answer is not None and int(answer[1]) == target
-        out_of_turns = not answer and self._actions >= self._task.max_turns
-        return Observation(() if answer else (Message("tool", says),), done=bool(answer) or out_of_turns,
-                           truncated=out_of_turns, reward=float(success),
-                           facts={"success": success, "target": target, "valid": self._valid, "actions": self._actions})
+        return self._answer(*([] if answer else [Message("tool", says)]), valid=bool(answer or calls), success=success,
+                            ended=bool(answer), target=target)
 
     def close(self) -> None:
         if self._sandbox:
             self._sandbox.close()
 
     def _run(self, code: str) -> str:
-        self._sandbox = self._sandbox or open_sandbox(self._settings.limits())
+        self._sandbox = self._sandbox or open_sandbox(self._domain.settings.limits())
         ran = self._sandbox.run(["python3", "-"], stdin=code)
-        late = f"\nstopped after {self._settings.tool_seconds:g} s" if ran.timed_out else ""
+        late = f"\nstopped after {self._domain.settings.tool_seconds:g} s" if ran.timed_out else ""
         return f"{ran.stdout}{ran.stderr}{late}".strip()[-_SHOWN:] or "no output: use print"
 
 
-class _Solver:
+def _solve(work: str, rng: random.Random, error_rate: float, observation: Observation) -> str:
     """Lets the tool work it out and gives its number. Errs by a wrong number in either."""
-
-    def __init__(self, rng: random.Random, task: Task, error_rate: float) -> None:
-        self._rng, self._error_rate, self._work = rng, error_rate, task.payload["work"]
-
-    def act(self, observation: Observation) -> str:
-        off = f"+{self._rng.randint(1, 9)}" if self._rng.random() < self._error_rate else ""
-        last = observation.messages[-1]
-        if last.role == "tool" and str(last.content).removeprefix("-").isdigit():
-            return f"answer {int(str(last.content)) + int(off or 0)}"
-        return f"<python>print({self._work}{off})</python>"
+    off = f"+{rng.randint(1, 9)}" if rng.random() < error_rate else ""
+    last = observation.messages[-1]
+    if last.role == "tool" and str(last.content).removeprefix("-").isdigit():
+        return f"answer {int(str(last.content)) + int(off or 0)}"
+    return f"<python>print({work}{off})</python>"
 
 
-class _Guesser:
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def act(self, observation: Observation) -> str:
-        number = self._rng.randint(0, 99)
-        return f"answer {number}" if self._rng.random() < 0.5 else f"<python>print({number})</python>"
+def _guess(rng: random.Random, observation: Observation) -> str:
+    number = rng.randint(0, 99)
+    return f"answer {number}" if rng.random() < 0.5 else f"<python>print({number})</python>"

@@ -7,7 +7,7 @@ from typing import Literal
 
 from rollart.core.errors import ConfigError
 from rollart.core.types import Action, Observation, Task
-from rollart.envs.domain import Domain, Player, Split
+from rollart.envs.domain import Domain, Player, Plays, Split
 
 Who = Literal["person", "script", "random"]
 
@@ -44,20 +44,12 @@ def play(domain: Domain, index: int, *, split: Split = "train", who: Who = "pers
 def _player(who: str, domain: Domain, task: Task, seed: int, error_rate: float,
             read: Callable[[str], str]) -> Player:
     if who == "person":
-        return _Person(read)
+        return Plays(lambda _: read("> "))
     if who == "script":
         return domain.player(task, seed, error_rate)
     if who == "random":
         return domain.random_player(task, seed)
-    raise ConfigError(f"a player is person, script or random; got {who!r}")
-
-
-class _Person:
-    def __init__(self, read: Callable[[str], str]) -> None:
-        self._read = read
-
-    def act(self, observation: Observation) -> str:
-        return self._read("> ")
+    raise ConfigError(f"--who must be person, script or random; got {who!r}")
 
 
 def _show(observation: Observation, write: Callable[[str], object]) -> None:

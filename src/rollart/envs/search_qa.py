@@ -17,12 +17,13 @@ import re
 import string
 import textwrap
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rollart.core.clock import stream
 from rollart.core.errors import ConfigError
+from rollart.core.ranges import between
 from rollart.core.types import Action, Message, Observation, Task
-from rollart.envs.domain import Domain, DomainSettings, Episode, Player
+from rollart.envs.domain import CountedEpisode, Domain, DomainSettings, Episode, Player
 from rollart.envs.texts import Index, read_text
 
 _ACTION = re.compile(r"<(search|answer)>\s*(\S.*?)\s*</\1>", re.DOTALL)
@@ -42,14 +43,13 @@ class SearchQASettings(DomainSettings):
 
     questions: str = ""
     passages: int = 1
-    difficulty: int = 1
+    difficulty: Literal[0, 1, 2] = 1
     max_turns: int = 4
     max_tokens: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.difficulty not in (0, 1, 2) or not 1 <= self.passages <= 20:
-            raise ValueError(f"difficulty must be 0, 1 or 2, passages 1 to 20; got {self.difficulty}, {self.passages}")
+        between(self, 1, 20, "passages")
 
 
 class SearchQA(Domain):
@@ -160,10 +160,10 @@ def f1(said: str, wanted: str) -> float:
     return 2 * common / (len(one) + len(other)) if common else 0.0
 
 
-class _Reading(Episode):
+class _Reading(CountedEpisode):
     def __init__(self, domain: Domain, task: Task, library: Library) -> None:
-        self._domain, self._task, self._library = domain, task, library
-        self._actions = self._valid = 0
+        super().__init__(domain, task)
+        self._library = library
 
     def first(self) -> Observation:
         return Observation(self._domain.start(Message("user", str(self._task.payload["question"]))))
@@ -172,14 +172,10 @@ class _Reading(Episode):
         found = _ACTION.search(str(action.text))
         answer = found[2] if found and found[1] == "answer" else None
         said, wanted = normal(answer or ""), normal(self._task.payload["answer"])
-        self._actions += 1
-        self._valid += found is not None
         found_text = self._library.search(found[2], self._domain.settings.passages) if found else ""
         messages = () if answer else (Message("tool", f"<information>{found_text}</information>" if found else "?"),)
-        success, out_of_turns = bool(answer) and said == wanted, not answer and self._actions >= self._task.max_turns
-        return Observation(messages, done=bool(answer) or out_of_turns, truncated=out_of_turns, reward=float(success),
-                           facts={"success": success, "f1": f1(said, wanted), "valid": self._valid,
-                                  "actions": self._actions})
+        return self._answer(*messages, valid=found is not None, success=bool(answer) and said == wanted,
+                            ended=bool(answer), f1=f1(said, wanted))
 
 
 class _Reader:

@@ -15,11 +15,11 @@ import copy
 import random
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rollart.core.clock import stream
 from rollart.core.types import Action, Message, Observation, Task
-from rollart.envs.domain import Domain, DomainSettings, Episode, Player
+from rollart.envs.domain import CountedEpisode, Domain, DomainSettings, Episode, Player
 from rollart.envs.tool_calls import parse
 
 _TOOLS = {"order": 1, "customer": 1, "product": 1, "cancel": 1, "refund": 1, "exchange": 2, "address": 2, "reply": 1}
@@ -40,14 +40,12 @@ class ServiceDeskSettings(DomainSettings):
     """difficulty: 0 one request of few words, to cancel or refund; 1 one request of any kind in a sentence;
     2 two requests, and the customer names no order but what was bought."""
 
-    difficulty: int = 1
+    difficulty: Literal[0, 1, 2] = 1
     max_turns: int = 8
     max_tokens: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.difficulty not in (0, 1, 2):
-            raise ValueError(f"difficulty must be 0, 1 or 2; got {self.difficulty}")
         if self.max_turns < (needed := (3, 3, 6)[self.difficulty]):
             raise ValueError(f"difficulty {self.difficulty} takes {needed} turns; got max_turns {self.max_turns}")
 
@@ -155,16 +153,15 @@ def use(data: Data, tool: str, arguments: list[str]) -> str:
     return "ok"
 
 
-class _Call(Episode):
+class _Call(CountedEpisode):
     def __init__(self, domain: Domain, task: Task) -> None:
-        self._domain, self._task = domain, task
+        super().__init__(domain, task)
         plain = copy.deepcopy(dict(task.payload))
         self._data: Data = plain["data"]
         self._wanted: Data = copy.deepcopy(self._data)
         self._say = settle(self._wanted, plain["customer"], plain["requests"])[1]
         self._unread = {request["order"] for request in plain["requests"]}
         self._broken = False
-        self._actions = self._valid = 0
 
     def first(self) -> Observation:
         return Observation(self._domain.start(Message("user", str(self._task.payload["message"]))))
@@ -178,14 +175,10 @@ class _Call(Episode):
             self._broken |= arguments[0] in self._unread
         if tool and not ended:
             answer = use(self._data, tool, arguments)
-        self._actions += 1
-        self._valid += ended or answer != "?"
         success = (ended and not self._broken and not self._unread and self._data == self._wanted
                    and set(_VERDICTS.findall(arguments[0].lower())) == self._say)
-        out_of_turns = not ended and self._actions >= self._task.max_turns
-        return Observation(() if ended else (Message("tool", answer),), done=ended or out_of_turns,
-                           truncated=out_of_turns, reward=float(success),
-                           facts={"success": success, "valid": self._valid, "actions": self._actions})
+        return self._answer(*([] if ended else [Message("tool", answer)]), valid=ended or answer != "?",
+                            success=success, ended=ended)
 
 
 def _read(text: str) -> tuple[str, list[str]]:

@@ -18,12 +18,13 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rollart.core.clock import stream
+from rollart.core.ranges import at_least
 from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.catalogue import Product, Shop, goal, judge, shop
-from rollart.envs.domain import Domain, DomainSettings, Episode, Player
+from rollart.envs.domain import CountedEpisode, Domain, DomainSettings, Episode, Player
 
 _ACTION = re.compile(r"(search|click)\[(.+)\]", re.DOTALL)
 _SUB_PAGES = ("description", "features", "reviews")
@@ -38,15 +39,13 @@ class WebShopSettings(DomainSettings):
 
     products: str = ""
     goals: str = ""
-    difficulty: int = 1
+    difficulty: Literal[0, 1, 2] = 1
     max_turns: int = 10
     max_tokens: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.difficulty not in (0, 1, 2) or self.max_tokens < 24:
-            raise ValueError(f"difficulty must be 0, 1 or 2 and max_tokens at least 24; got {self.difficulty} and "
-                             f"{self.max_tokens}")
+        at_least(self, 24, "max_tokens")
         if self.goals and not self.products:
             raise ValueError("goals belong to a file of products: set products")
 
@@ -80,17 +79,17 @@ class WebShop(Domain):
         return _Buyer(self._shop(task.payload["difficulty"]), task, stream(seed, "player", task.id), error_rate)
 
 
-class _Visit(Episode):
+class _Visit(CountedEpisode):
     """`_at`: search, results, item, or the sub page of the item."""
 
     def __init__(self, domain: Domain, task: Task, shop: Shop) -> None:
-        self._domain, self._shop, self._task, self._goal = domain, shop, task, task.payload
+        super().__init__(domain, task)
+        self._shop, self._goal = shop, task.payload
         self._brief = task.payload["difficulty"] == 0
         self._at, self._page, self._per_page = "search", 1, 3 if self._brief else 10
         self._hits: list[Product] = []
         self._item: Product | None = None
         self._chosen: dict[str, str] = {}
-        self._actions = self._valid = 0
 
     def first(self) -> Observation:
         return Observation(self._domain.start(Message("user", self._text())))
@@ -100,14 +99,10 @@ class _Visit(Episode):
         verb, argument = (found[1], found[2].strip().lower()) if found else ("", "")
         bought = self._item if self._at == "item" and (verb, argument) == ("click", "buy now") else None
         valid = bought is not None or self._go(verb, argument)
-        self._actions += 1
-        self._valid += valid
         judged = judge(self._goal, bought, list(self._chosen.values())) if bought else {"reward": 0.0}
         text = "Thank you" if bought else self._text() if valid else f"? {self._text()}"
-        out_of_turns = not bought and self._actions >= self._task.max_turns
-        return Observation((Message("user", text),), done=bought is not None or out_of_turns, truncated=out_of_turns,
-                           reward=judged["reward"], facts={"success": judged["reward"] >= 1, "valid": self._valid,
-                                                           "actions": self._actions, **judged})
+        return self._answer(Message("user", text), valid=valid, success=judged["reward"] >= 1, ended=bought is not None,
+                            **judged)
 
     def _go(self, verb: str, argument: str) -> bool:
         """Do an action other than buying; False where the page does not offer it."""

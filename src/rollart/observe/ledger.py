@@ -22,25 +22,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from rollart.core import events as ev
 from rollart.core.errors import ConfigError, InvariantViolated, RunError
-from rollart.core.events import (
-    CheckpointSaved,
-    EnvironmentClosed,
-    EnvironmentOpened,
-    EvalEnded,
-    EvalStarted,
-    EvalTrajectory,
-    Event,
-    GroupEnded,
-    GroupOpened,
-    GroupReady,
-    RunEnded,
-    RunStarted,
-    Settled,
-    StepEnded,
-    TrajectoryEnded,
-    TrajectoryStarted,
-)
 from rollart.core.types import Fate, Restored, Task, TrajectoryId, Unfinished, Version
 from rollart.observe import latency
 from rollart.observe.accounts import Accounts, Flight
@@ -56,10 +39,10 @@ EVAL_SAMPLES = 12
 FIRST_SAMPLES = 4
 """Trained trajectories of the first steps, one a step, kept whole for the report."""
 
-
 _RECORDED = frozenset({
-    RunStarted, RunEnded, GroupOpened, GroupReady, GroupEnded, TrajectoryStarted, TrajectoryEnded, Settled, StepEnded,
-    CheckpointSaved, EvalStarted, EvalTrajectory, EvalEnded})
+    ev.RunStarted, ev.RunEnded, ev.GroupOpened, ev.GroupReady, ev.GroupEnded, ev.TrajectoryStarted, ev.TrajectoryEnded,
+    ev.Settled, ev.StepEnded, ev.CheckpointSaved, ev.EvalStarted, ev.EvalTrajectory, ev.EvalEnded})
+"""Events that are written: the others go on (environments are closed) where the ledger cannot be written any more."""
 
 
 class Ledger:
@@ -119,69 +102,68 @@ class Ledger:
 
     # ---- events
 
-    def on(self, at: float, event: Event) -> None:
+    def on(self, at: float, event: ev.Event) -> None:
         self.accounts.on(at, event)
-        if isinstance(event, EnvironmentOpened | EnvironmentClosed):
+        if isinstance(event, ev.EnvironmentOpened | ev.EnvironmentClosed):
             self._environment(event)
+        barrier = False
         if type(event) in _RECORDED:
             with self._errors():
                 barrier = self._write(event)
-        else:
-            barrier = False
         if barrier or time.monotonic() - self._committed >= self._commit_seconds:
             self.flush()
 
-    def _write(self, event: Event) -> bool:
+    def _write(self, event: ev.Event) -> bool:
         """Put one event into the open transaction; true if it is to be committed at once."""
         match event:
-            case TrajectoryStarted(id=id, domain=domain):
+            case ev.TrajectoryStarted(id=id, domain=domain):
                 self._do("INSERT INTO trajectories (grp, member, domain, started_at) VALUES (?, ?, ?, ?)",
                          id.group, id.member, domain, self._clock())
-            case TrajectoryEnded():
+            case ev.TrajectoryEnded():
                 self._trajectory_ended(event)
-            case Settled():
+            case ev.Settled():
                 self._settled(event)
                 if event.fate is Fate.TRAINED:
                     return True  # before any checkpoint that holds this step
-            case GroupOpened(group=group, task=task, born=born):
+            case ev.GroupOpened(group=group, task=task, born=born):
                 self._do("INSERT INTO groups (id, domain, task, born, state) VALUES (?, ?, ?, ?, 'open') ON CONFLICT "
                          "DO UPDATE SET born = excluded.born, state = 'open', reason = ''",
                          group, task.domain, json.dumps(task_dict(task), separators=(",", ":")), born)
                 self._source(event.source)
-            case GroupReady(group=ready):
+            case ev.GroupReady(group=ready):
                 self._do("UPDATE groups SET state = 'ready' WHERE id = ?", ready.id)
-            case GroupEnded(group=group, kept=kept, reason=reason):
+            case ev.GroupEnded(group=group, kept=kept, reason=reason):
                 if not kept:
                     self._do("UPDATE groups SET state = 'ended', reason = ? WHERE id = ?", reason, group)
                 self._source(event.source)
-            case CheckpointSaved(version=version):
+            case ev.CheckpointSaved(version=version):
                 self._drop_payloads(version)
                 self._set_meta("checkpoint", version)
                 return True
-            case EvalStarted() | EvalTrajectory():
+            case ev.EvalStarted() | ev.EvalTrajectory():
                 self._evaluation(event)
-            case EvalEnded():
+            case ev.EvalEnded():
                 self._evaluation(event)
                 return True
-            case RunStarted(steps=steps):
+            case ev.RunStarted(steps=steps):
                 self._do("INSERT OR IGNORE INTO meta VALUES ('started_at', ?)", json.dumps(self._clock()))
                 self._set_meta("steps", steps)
                 self._do("DELETE FROM meta WHERE key = 'ended'")
                 return True
-            case RunEnded(version=version, reason=reason):
+            case ev.RunEnded(version=version, reason=reason):
                 self._set_meta("latencies", self._latencies)
                 self._set_meta("ended", {"reason": reason, "version": version, "at": self._clock()})
                 return True
-            case StepEnded():
+            case ev.StepEnded():
                 self._set_meta("latencies", self._latencies)
                 return True
         return False
 
-    def _environment(self, event: EnvironmentOpened | EnvironmentClosed) -> None:
+    def _environment(self, event: ev.EnvironmentOpened | ev.EnvironmentClosed) -> None:
         flight = self.accounts.in_flight.get(event.id)
         if flight is None:  # of an evaluation
             return
-        if isinstance(event, EnvironmentOpened):
+        if isinstance(event, ev.EnvironmentOpened):
             latency.add(self._latencies, flight.domain, "open", event.seconds)
             latency.add(self._latencies, flight.domain, "retries", 1.0, event.attempts - 1)
         else:
@@ -195,7 +177,7 @@ class Ledger:
             self._do("UPDATE groups SET state = 'ended' WHERE state = 'evicted'")
             self._evicted = False
 
-    def _trajectory_ended(self, event: TrajectoryEnded) -> None:
+    def _trajectory_ended(self, event: ev.TrajectoryEnded) -> None:
         t, key = event.trajectory, (event.trajectory.id.group, event.trajectory.id.member)
         reason = "" if event.fate is Fate.IN_FLIGHT else t.error
         self._do("UPDATE trajectories SET fate = ?, reason = ?, outcome = ?, oldest = ?, newest = ?, reward = ?, "
@@ -207,7 +189,7 @@ class Ledger:
         if event.fate is Fate.IN_FLIGHT:
             self._do("INSERT INTO payloads (grp, member, body) VALUES (?, ?, ?)", *key, encode(t))
 
-    def _settled(self, event: Settled) -> None:
+    def _settled(self, event: ev.Settled) -> None:
         rows = [(id.group, id.member) for id in event.ids]
         self._many("UPDATE trajectories SET fate = ?, reason = ?, step = ? WHERE grp = ? AND member = ?",
                    [(event.fate.value, event.reason, event.step, *row) for row in rows])
@@ -246,13 +228,13 @@ class Ledger:
             self._many("DELETE FROM payloads WHERE grp = ? AND member = ? AND keep = 0", self._droppable[-8:])
             del self._droppable[-8:]
 
-    def _evaluation(self, event: EvalStarted | EvalTrajectory | EvalEnded) -> None:
+    def _evaluation(self, event: ev.EvalStarted | ev.EvalTrajectory | ev.EvalEnded) -> None:
         key = event.version, event.number
-        if isinstance(event, EvalStarted):
+        if isinstance(event, ev.EvalStarted):
             self._do("DELETE FROM eval_trajectories WHERE version = ? AND number = ?", *key)
             self._do("DELETE FROM evaluations WHERE version = ? AND number = ?", *key)
             self._eval_kept.clear()
-        elif isinstance(event, EvalTrajectory):
+        elif isinstance(event, ev.EvalTrajectory):
             t, domain = event.trajectory, event.trajectory.task.domain
             first = not self._db.execute("SELECT 1 FROM evaluations LIMIT 1").fetchone()
             body = None
@@ -310,16 +292,6 @@ class Ledger:
         started = self._db.execute("SELECT coalesce(max(member) + 1, 0) FROM trajectories WHERE grp = ?",
                                    (group,)).fetchone()[0]
         return Unfinished(group, Task(**json.loads(task)), born, finished, started)
-
-    # ---- counts
-
-    def counts(self) -> dict[str, int]:
-        """{dispatched, trained, filtered, stale, failed, cancelled, in_flight}: trajectories of the whole run."""
-        return self.accounts.counts()
-
-    def check(self, in_flight: int, dispatched: int) -> None:
-        """I2 against the control plane's own numbers (of the whole run). Raises InvariantViolated."""
-        self.accounts.check(in_flight, dispatched)
 
     # ---- the database
 

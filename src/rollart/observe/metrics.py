@@ -19,20 +19,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from rollart.core import events as ev
 from rollart.core.errors import RunError
-from rollart.core.events import (
-    BatchTaken,
-    EvalEnded,
-    Event,
-    RewardsSampled,
-    RunEnded,
-    RunStarted,
-    StepEnded,
-    TrajectoryEnded,
-    WeightsFetched,
-    WeightsLive,
-    WeightsPublished,
-)
 from rollart.core.types import Fate, Outcome
 from rollart.observe.accounts import Accounts
 from rollart.observe.run_folder import atomic_write
@@ -46,7 +34,7 @@ class Metrics:
         self._started: float | None = None
         self._at = self._wall_before = self._idle = 0.0
         self._version = 0
-        self._batch: BatchTaken | None = None
+        self._batch: ev.BatchTaken | None = None
         self._weights: dict[str, float] = {}
         self._stages: defaultdict[str, Counter[str]] = defaultdict(Counter)  # seconds by domain and stage
         self._ended: Counter[str] = Counter()
@@ -56,42 +44,37 @@ class Metrics:
         """How long the run has run so far, earlier processes included."""
         return self._wall_before + (self._at - self._started if self._started is not None else 0.0)
 
-    @property
-    def trainer_idle_fraction(self) -> float:
-        """The share of the run's time that the trainer waited for a batch."""
-        return self._idle / self.wall_seconds if self.wall_seconds else 0.0
-
-    def on(self, at: float, event: Event) -> None:
+    def on(self, at: float, event: ev.Event) -> None:
         self._at = at
         match event:
-            case RunStarted():
+            case ev.RunStarted():
                 self._run_started(event)
-            case TrajectoryEnded(trajectory=trajectory):
+            case ev.TrajectoryEnded(trajectory=trajectory):
                 if trajectory.outcome is not Outcome.ABORTED:
                     self._ended[trajectory.task.domain] += 1
                     self._stages[trajectory.task.domain].update(trajectory.seconds)
-            case BatchTaken():
+            case ev.BatchTaken():
                 self._batch = event
                 self._idle += event.waited
-            case WeightsPublished(seconds=seconds):
+            case ev.WeightsPublished(seconds=seconds):
                 self._weights["publish_seconds"] = seconds
-            case WeightsFetched(seconds=seconds):
+            case ev.WeightsFetched(seconds=seconds):
                 self._weights["fetch_seconds"] = seconds
-            case WeightsLive(seconds=seconds):
+            case ev.WeightsLive(seconds=seconds):
                 self._weights["live_seconds"] = seconds
-            case StepEnded():
+            case ev.StepEnded():
                 self._step_ended(event)
-            case EvalEnded():
+            case ev.EvalEnded():
                 domains = {r.domain: {"tasks": r.tasks, "success": r.success, "reward": r.reward, "failed": r.failed}
                            for r in event.results}
                 self._write(kind="evaluation", number=event.number, version=event.version, seconds=event.seconds,
                             domains=domains)
-            case RewardsSampled(figures=figures):
+            case ev.RewardsSampled(figures=figures):
                 self._write(kind="rewards", version=self._version, figures=dict(figures))
-            case RunEnded():
+            case ev.RunEnded():
                 self._write(kind="end", version=event.version, reason=event.reason, idle_seconds=round(self._idle, 3))
 
-    def _run_started(self, event: RunStarted) -> None:
+    def _run_started(self, event: ev.RunStarted) -> None:
         lines = read_metrics(self.path)
         self._started, self._version = self._at, event.version
         if lines:
@@ -102,7 +85,7 @@ class Metrics:
         self._write(kind="start", version=event.version, steps=event.steps, resumed=event.resumed,
                     staleness_bound=self._bound, idle_seconds=round(self._idle, 3))
 
-    def _step_ended(self, event: StepEnded) -> None:
+    def _step_ended(self, event: ev.StepEnded) -> None:
         report, tokens = event.report, self._accounts.token_totals()
         self._version = event.version
         by_domain = self._accounts.by_domain()

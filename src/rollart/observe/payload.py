@@ -49,13 +49,13 @@ def encode(trajectory: Trajectory) -> bytes:
     t = trajectory
     header = {
         "id": [t.id.group, t.id.member, t.id.kind], "task": task_dict(t.task), "outcome": t.outcome.value,
-        "error": t.error, "seconds": dict(t.seconds), "prompt": pack(t.prompt), "start": _observation_dict(t.start),
+        "error": t.error, "seconds": dict(t.seconds), "prompt": pack(t.prompt), "start": observation_dict(t.start),
         "score": None if t.score is None else [t.score.value, t.score.success, dict(t.score.parts), t.score.reason],
         "turns": [{
             "tokens": pack(turn.completion.tokens), "logprobs": pack(turn.completion.logprobs),
             "segments": turn.completion.segments, "finish": turn.completion.finish.value,
             "engine": turn.completion.engine, "text": _text_json(turn.text),
-            "observation": _observation_dict(turn.observation), "reply": pack(turn.reply),
+            "observation": observation_dict(turn.observation), "reply": pack(turn.reply),
             "fork": None if turn.fork is None else pack(turn.fork), "routes": pack_bytes(turn.completion.routes),
         } for turn in t.turns],
     }
@@ -89,11 +89,11 @@ def decode(body: bytes) -> Trajectory:
         reply, fork = unpack(turn["reply"]), None if turn["fork"] is None else unpack(turn["fork"])
         completion = replace(completion, routes=bytes(body[at:at + turn["routes"]]))
         at += turn["routes"]
-        turns.append(Turn(completion, _text(turn["text"]), _observation(turn["observation"]), reply, fork))
+        turns.append(Turn(completion, _text(turn["text"]), observation(turn["observation"]), reply, fork))
     if at != len(body):
         raise ValueError(f"a stored trajectory has {len(body)} bytes, its header says {at}")
     score = header["score"] and Score(*header["score"])
-    return Trajectory(TrajectoryId(*header["id"]), Task(**header["task"]), prompt, _observation(header["start"]),
+    return Trajectory(TrajectoryId(*header["id"]), Task(**header["task"]), prompt, observation(header["start"]),
                       tuple(turns), Outcome(header["outcome"]), score, header["error"], header["seconds"])
 
 
@@ -117,11 +117,12 @@ def _text(value: str | int) -> Text:
     return Counted(value) if isinstance(value, int) else value
 
 
-def _observation_dict(seen: Observation) -> dict[str, Any]:
+def observation_dict(seen: Observation) -> dict[str, Any]:
+    """As JSON, for `observation`."""
     return {"messages": [[message.role, _text_json(message.content)] for message in seen.messages], "done": seen.done,
             "truncated": seen.truncated, "reward": seen.reward, "facts": dict(seen.facts)}
 
 
-def _observation(value: Mapping[str, Any]) -> Observation:
+def observation(value: Mapping[str, Any]) -> Observation:
     messages = tuple(Message(role, _text(content)) for role, content in value["messages"])
     return Observation(messages, value["done"], value["truncated"], value["reward"], value["facts"])

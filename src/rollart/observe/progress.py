@@ -12,11 +12,11 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from rollart.core.events import BatchTaken, EvalEnded, Event, RunStarted, StepEnded, WeightsLive
+from rollart.core import events as ev
 from rollart.observe.accounts import Accounts
 
 SMOOTH = 0.7
@@ -31,7 +31,6 @@ class ProgressView:
         self._bar = Progress(TextColumn("[bold]{task.description}"), BarColumn(bar_width=None),
                              TextColumn("{task.completed:.0f}/{task.total:.0f}"), TimeElapsedColumn(),
                              TextColumn("left"), TimeRemainingColumn(), console=console)
-        self._task: TaskID | None = None
         self._doing = ""
         self._success: dict[str, float] = {}
         self._held_out: defaultdict[str, list[float]] = defaultdict(list)
@@ -62,7 +61,7 @@ class ProgressView:
 
     def preparing(self, what: str, step: int, steps: int, figure: float) -> None:
         """A stage before the run: its step, number of steps and loss."""
-        if self._task is None or self._doing != what:
+        if self._doing != what:
             self._begin(what, steps)
         self._bar.update(self._bar.task_ids[-1], completed=step)
         self._note = f"{what}: loss {figure:.3f}"
@@ -75,30 +74,30 @@ class ProgressView:
         if not self._live:
             self._say(text)
 
-    def on(self, at: float, event: Event) -> None:
+    def on(self, at: float, event: ev.Event) -> None:
         match event:
-            case RunStarted(version=version, steps=steps):
+            case ev.RunStarted(version=version, steps=steps):
                 self._begin("training", steps)
                 self._last_step = time.monotonic()
                 if self._accounts:
                     self._last_generated = self._accounts.token_totals()["generated"]
                 self._bar.update(self._bar.task_ids[-1], completed=version)
                 self._note = "evaluating the first weights beside the first steps" if not version else "resumed"
-            case BatchTaken(staleness=staleness, waited=waited):
+            case ev.BatchTaken(staleness=staleness, waited=waited):
                 mean = sum(staleness) / len(staleness) if staleness else 0.0
                 self._line["staleness"] = f"{mean:.2f} mean, {max(staleness, default=0)} max, bound {self._bound}"
                 self._line["waited"] = f"{waited:.2f} s"
-            case WeightsLive(version=version, seconds=seconds):
+            case ev.WeightsLive(version=version, seconds=seconds):
                 self._line["weights live"] = f"version {version}, generation stood still {seconds * 1000:.0f} ms"
-            case EvalEnded(version=version, results=results):
+            case ev.EvalEnded(version=version, results=results):
                 for result in results:
                     self._held_out[result.domain].append(result.success)
                 shown = ", ".join(f"{r.domain} {r.success:.2f}" for r in results)
                 self.note(f"held out at version {version}: {shown}")
-            case StepEnded():
+            case ev.StepEnded():
                 self._stepped(event)
 
-    def _stepped(self, event: StepEnded) -> None:
+    def _stepped(self, event: ev.StepEnded) -> None:
         for domain, success in event.successes.items():
             before = self._success.get(domain, success)
             self._success[domain] = SMOOTH * before + (1 - SMOOTH) * success
@@ -119,7 +118,8 @@ class ProgressView:
     def _begin(self, what: str, steps: int) -> None:
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
-        self._doing, self._task = what, self._bar.add_task(what, total=steps)
+        self._doing = what
+        self._bar.add_task(what, total=steps)
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True, markup=False)
@@ -137,9 +137,7 @@ class ProgressView:
         return Group(*parts)
 
     def _table(self) -> Table:
-        table = Table(box=None, padding=(0, 2))
-        for name in ("task", "rollout success", "", "held out"):
-            table.add_column(name)
+        table = Table("task", "rollout success", "", "held out", box=None, padding=(0, 2))
         for domain in sorted({*self._success, *self._held_out}):
             value = self._success.get(domain)
             held = " > ".join(f"{v:.2f}" for v in self._held_out[domain])

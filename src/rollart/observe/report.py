@@ -29,7 +29,7 @@ from rollart.observe.charts import histogram, learning_chart, lines_chart, split
 from rollart.observe.ledger_view import LedgerView
 from rollart.observe.metrics import read_metrics
 from rollart.observe.run_folder import RunFolder, atomic_write
-from rollart.observe.status import ledger_table, run_state
+from rollart.observe.status import ledger_table, right, run_state
 from rollart.observe.summary import summarise
 
 STAGES = ("open", "generate", "environment", "score")
@@ -57,12 +57,6 @@ class RunView:
     def last(self) -> int:
         """The newest version, for the charts' axis."""
         return max((line["version"] for line in self.lines), default=0)
-
-    @property
-    def rate(self) -> float:
-        """Sampled tokens per second of the whole run."""
-        wall = self.summary["wall_seconds"]
-        return self.summary["tokens"]["generated"] / wall if wall else 0.0
 
 
 def write_report(run_path: str | Path) -> Path:
@@ -103,7 +97,8 @@ def _headline(view: RunView) -> str:
     tiles = [
         (f"{s['steps']:,}", "optimizer steps"), (_duration(s["wall_seconds"]), "wall time"),
         (f"{s['ledger']['trained']:,}", f"trajectories trained, of {s['ledger']['dispatched']:,}"),
-        (f"{view.rate:,.0f}", "sampled tokens per second"), (f"{s['trainer_idle_fraction']:.0%}", "trainer waited"),
+        (f"{_share(s['tokens']['generated'], s['wall_seconds']):,.0f}", "sampled tokens per second"),
+        (f"{s['trainer_idle_fraction']:.0%}", "trainer waited"),
         (f"{s['staleness']['max']} of {'?' if bound is None else bound}", "largest staleness, and its bound"),
         (f"{_share(s['tokens']['wasted'], s['tokens']['generated']):.1%}", "of sampled tokens taught nothing"),
         (f"{s['weights']['exposed_fraction']:.1%}", "of the time generation stood still for new weights")]
@@ -334,9 +329,8 @@ def _duration(seconds: float) -> str:
 def render_report(run_path: str | Path) -> RenderableType:
     """The terminal's form, printed at the end of a run: before and after, ledger, staleness, idle, where to look."""
     folder, s = RunFolder(run_path), summarise(run_path)
-    table = Table(title="held-out success", title_justify="left")
-    for name in ("domain", "before", "after", "tasks", "trained"):
-        table.add_column(name, justify="left" if name == "domain" else "right")
+    table = Table("domain", *right("before", "after", "tasks", "trained"), title="held-out success",
+                  title_justify="left")
     for name, domain in s["domains"].items():
         before, after = domain["eval_before"], domain["eval_after"]
         better = "green" if before is not None and after is not None and after > before else ""

@@ -39,7 +39,7 @@ def atomic_write(path: Path, data: str | bytes, *, durable: bool = True) -> None
             os.fsync(file.fileno())
     part.replace(path)
     if durable:
-        _sync(path.parent)
+        sync(path.parent)
 
 
 class RunFolder:
@@ -163,9 +163,7 @@ class RunFolder:
 
         Blocks on the disk: call it outside the event loop where the checkpoint is large.
         """
-        for file in [*folder.rglob("*"), folder, self.database, Path(f"{self.database}-wal")]:
-            if file.exists():
-                _sync(file)
+        sync(*folder.rglob("*"), folder, *self.path.glob("run.db*"))
         atomic_write(folder / "complete", "")
         whole = self._whole()
         for version, old in sorted(self._versions().items()):
@@ -193,9 +191,11 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def sync(*paths: Path) -> None:
+    """fsync files and folders: what is in them survives a power cut."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

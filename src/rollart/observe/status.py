@@ -17,7 +17,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rollart.observe.ledger_view import LedgerView
@@ -35,8 +35,6 @@ class StatusWriter:
     """
 
     def __init__(self, path: str | Path, snapshot: Callable[[], Mapping[str, Any]], *, seconds: float = 1.0) -> None:
-        if not seconds > 0:
-            raise ValueError(f"status seconds must be > 0, got {seconds}")
         self._path, self._snapshot, self._seconds = RunFolder(path).status, snapshot, seconds
 
     def write(self) -> None:
@@ -108,9 +106,7 @@ def _progress(folder: RunFolder) -> list[RenderableType]:
     text = f"step {last['version']}" + (f" of {of[-1]}" if of else "")
     text += (f", {last['wall_seconds']:.0f} s, last step {last['seconds']:.1f} s after {last['waited']:.1f} s of "
              f"waiting, staleness at most {last['staleness']['max']}")
-    recent = Table(title="success", title_justify="left")
-    for name in ("domain", "last steps", "held out", "at version"):
-        recent.add_column(name, justify="left" if name == "domain" else "right")
+    recent = Table("domain", *right("last steps", "held out", "at version"), title="success", title_justify="left")
     evaluations = [line for line in lines if line["kind"] == "evaluation"]
     for domain in sorted({d for line in steps for d in line["successes"]}):
         seen = [line["successes"][domain] for line in steps if domain in line["successes"]][-10:]
@@ -118,6 +114,11 @@ def _progress(folder: RunFolder) -> list[RenderableType]:
         recent.add_row(domain, f"{sum(seen) / len(seen):.2f}", *(
             (f"{held[-1][0]:.2f}", str(held[-1][1])) if held else ("-", "-")))
     return [Text(text), recent]
+
+
+def right(*names: str) -> list[Column]:
+    """Columns of numbers."""
+    return [Column(name, justify="right") for name in names]
 
 
 def ledger_table(by_domain: Mapping[str, Mapping[str, int]], counts: Mapping[str, int]) -> Table:
@@ -137,10 +138,9 @@ def _section(name: str, value: Any) -> RenderableType:
     if isinstance(value, Mapping):
         return Text(f"{name}: " + ", ".join(f"{key} {_short(item)}" for key, item in value.items()))
     if isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(row, Mapping) for row in value):
-        table = Table(title=name.replace("_", " "), title_justify="left")
         columns = list(dict.fromkeys(key for row in value for key in row))
-        for column in columns:
-            table.add_column(column.replace("_", " "))
+        table = Table(*(column.replace("_", " ") for column in columns), title=name.replace("_", " "),
+                      title_justify="left")
         for row in value[:20]:
             table.add_row(*(Text(_short(row.get(column, ""))) for column in columns))
         return table

@@ -10,21 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rollart.core import events as ev
 from rollart.core.errors import RunError
-from rollart.core.events import (
-    BatchTaken,
-    EngineDown,
-    EngineUp,
-    EnvironmentOpened,
-    Event,
-    PublishStarted,
-    StepEnded,
-    TrajectoryEnded,
-    TrajectoryStarted,
-    TurnEnded,
-    WeightsLive,
-    WeightsPublished,
-)
 from rollart.core.types import TrajectoryId
 from rollart.observe.run_folder import atomic_write
 
@@ -45,41 +32,41 @@ class Trace:
         self._open: dict[TrajectoryId, tuple[float, int, str]] = {}
         self._since: dict[str, float] = {}
 
-    def on(self, at: float, event: Event) -> None:
+    def on(self, at: float, event: ev.Event) -> None:
         match event:
-            case TrajectoryStarted(id=id, domain=domain):
+            case ev.TrajectoryStarted(id=id, domain=domain):
                 self._count(at, 1)
                 if self._begun < self._limit:
                     self._begun += 1
                     lane = heapq.heappop(self._lanes) if self._lanes else self._new_lane()
                     self._open[id] = (at, lane, domain)
-            case EnvironmentOpened(id=id, seconds=seconds):
+            case ev.EnvironmentOpened(id=id, seconds=seconds):
                 if id in self._open:
                     self._slice(TRAJECTORIES, self._open[id][1], "open", at - seconds, at)
-            case TurnEnded(id=id, turn=turn, engine=engine, sampled=sampled):
+            case ev.TurnEnded(id=id, turn=turn, engine=engine, sampled=sampled):
                 if id in self._open:
                     self._instant(TRAJECTORIES, self._open[id][1], f"turn {turn}", at, engine=engine, tokens=sampled)
-            case TrajectoryEnded(trajectory=trajectory, fate=fate):
+            case ev.TrajectoryEnded(trajectory=trajectory, fate=fate):
                 self._count(at, -1)
                 if found := self._open.pop(trajectory.id, None):
                     heapq.heappush(self._lanes, found[1])
                     self._slice(TRAJECTORIES, found[1], f"{found[2]} {trajectory.id}", found[0], at, fate=fate.value,
                                 outcome=trajectory.outcome.value, turns=len(trajectory.turns),
                                 seconds=dict(trajectory.seconds), error=trajectory.error)
-            case BatchTaken(version=version, waited=waited):
+            case ev.BatchTaken(version=version, waited=waited):
                 self._slice(TRAINER, 1, f"waits for batch {version}", at - waited, at)
                 self._since["step"] = at
-            case StepEnded(version=version, report=report):
+            case ev.StepEnded(version=version, report=report):
                 self._slice(TRAINER, 1, f"step {version}", self._since.get("step", at), at, tokens=report.tokens)
-            case PublishStarted(version=version):
+            case ev.PublishStarted(version=version):
                 self._since["publish"] = at
-            case WeightsPublished(manifest=manifest):
+            case ev.WeightsPublished(manifest=manifest):
                 self._slice(WEIGHTS, 1, f"publish {manifest.version}", self._since.get("publish", at), at)
-            case WeightsLive(version=version, seconds=seconds):
+            case ev.WeightsLive(version=version, seconds=seconds):
                 self._slice(WEIGHTS, 2, f"load {version}", at - seconds, at)
-            case EngineDown(engine=engine, reason=reason):
+            case ev.EngineDown(engine=engine, reason=reason):
                 self._instant(ENGINES, 1, f"{engine} down", at, reason=reason)
-            case EngineUp(engine=engine, version=version):
+            case ev.EngineUp(engine=engine, version=version):
                 self._instant(ENGINES, 1, f"{engine} up", at, version=version)
 
     def _new_lane(self) -> int:
@@ -88,16 +75,17 @@ class Trace:
 
     def _count(self, at: float, change: int) -> None:
         self._running += change
-        self._events.append({"ph": "C", "name": "running", "pid": TRAJECTORIES, "tid": 0, "ts": round(at * 1e6),
-                             "args": {"trajectories": self._running}})
+        self._add("C", TRAJECTORIES, 0, "running", at, {"trajectories": self._running})
 
     def _slice(self, pid: int, tid: int, name: str, start: float, end: float, **args: Any) -> None:
-        self._events.append({"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": round(start * 1e6),
-                             "dur": round((end - start) * 1e6), "args": args})
+        self._add("X", pid, tid, name, start, args, dur=round((end - start) * 1e6))
 
     def _instant(self, pid: int, tid: int, name: str, at: float, **args: Any) -> None:
-        self._events.append({"ph": "i", "s": "t", "name": name, "pid": pid, "tid": tid, "ts": round(at * 1e6),
-                             "args": args})
+        self._add("i", pid, tid, name, at, args, s="t")
+
+    def _add(self, kind: str, pid: int, tid: int, name: str, at: float, args: Any, **more: Any) -> None:
+        self._events.append({"ph": kind, "name": name, "pid": pid, "tid": tid, "ts": round(at * 1e6), "args": args,
+                             **more})
 
     def write(self, path: str | Path) -> None:
         """Raises RunError."""

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import re
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from rollart.core.errors import ConfigError
 from rollart.core.types import Score
@@ -23,55 +23,48 @@ _GUESS = re.compile(r"(?:^|\s)guess ([a-z])$")
 _ANSWER = re.compile(r"(?:^|\s)answer (-?\d{1,12})$")
 
 
-def frozen_lake(request: RewardRequest) -> Score:
-    """Solved: the walk ended on the goal."""
-    return _score(request, bool(_fact(request, "success")))
+def solved(request: RewardRequest) -> Score:
+    """Solved where the environment says so: the walk ended on the goal (frozen_lake); the database is as it should be,
+    the reply says what it must and nothing else, no rule was broken (service_desk); every test that the bug broke
+    passes again, and every other one still does (swe)."""
+    return _score(request, bool(request.facts.get("success")))
 
 
 def guess(request: RewardRequest) -> Score:
     """Solved: the last action's guess is the secret. What it wrote before the guess counts for nothing."""
     found = _GUESS.search(request.answer.strip())
-    return _score(request, found is not None and found[1] == _fact(request, "secret"))
+    return _score(request, found is not None and found[1] == request.facts.get("secret"))
 
 
 def calculator(request: RewardRequest) -> Score:
     """Solved: the last action is `answer` with the target. A right tool result alone is not."""
     found = _ANSWER.search(request.answer.strip())
-    return _score(request, found is not None and int(found[1]) == _fact(request, "target"))
+    return _score(request, found is not None and int(found[1]) == request.facts.get("target"))
 
 
 def search_qa(request: RewardRequest) -> Score:
     """Solved: the answer is the expected one, exactly, after SQuAD's normalisation; `f1` of its words is a part."""
-    score = _score(request, bool(_fact(request, "success")))
-    return replace(score, parts={**score.parts, "f1": _fact(request, "f1") or 0.0})
-
-
-def service_desk(request: RewardRequest) -> Score:
-    """Solved: the database is as it should be, the reply says what it must and nothing else, no rule was broken."""
-    return _score(request, bool(_fact(request, "success")))
-
-
-def swe(request: RewardRequest) -> Score:
-    """Solved: every test that the bug broke passes again, and every other one still does."""
-    return _score(request, bool(_fact(request, "success")))
+    score = solved(request)
+    return replace(score, parts={**score.parts, "f1": request.facts.get("f1") or 0.0})
 
 
 def webshop(request: RewardRequest) -> Score:
     """WebShop's own reward of the purchase, from 0 to 1 (`rollart.envs.catalogue`); solved: all of it."""
-    parts = {name: _fact(request, name) or 0.0 for name in ("reward", "type", "attributes", "options", "price")}
-    return Score(parts["reward"], bool(_fact(request, "success")), parts)
+    parts = {name: request.facts.get(name) or 0.0 for name in ("reward", "type", "attributes", "options", "price")}
+    return Score(parts["reward"], bool(request.facts.get("success")), parts)
 
 
 def own(request: RewardRequest) -> Score:
     """What the environment itself paid: the sum of its rewards, and whether it calls that solved."""
-    paid, success = _fact(request, "return"), bool(_fact(request, "success"))
+    paid, success = request.facts.get("return"), bool(request.facts.get("success"))
     if not isinstance(paid, int | float):
         raise Unscorable("the environment told no reward")
     return Score(float(paid), success, {"success": float(success)})
 
 
-REWARDS: dict[str, RewardFunction] = {"maths": calculator, **{function.__name__: function for function in (
-    calculator, frozen_lake, guess, own, search_qa, service_desk, swe, webshop)}}
+REWARDS: dict[str, RewardFunction] = {
+    "calculator": calculator, "frozen_lake": solved, "guess": guess, "maths": calculator, "own": own,
+    "search_qa": search_qa, "service_desk": solved, "swe": solved, "webshop": webshop}
 
 
 def reward_function(name: str) -> RewardFunction:
@@ -101,11 +94,7 @@ def reward_function(name: str) -> RewardFunction:
     return cast(RewardFunction, function)
 
 
-def _fact(request: RewardRequest, name: str) -> Any:
-    return request.facts.get(name)
-
-
 def _score(request: RewardRequest, success: bool) -> Score:
-    valid, actions = _fact(request, "valid"), _fact(request, "actions")
+    valid, actions = request.facts.get("valid"), request.facts.get("actions")
     share = valid / actions if isinstance(valid, int) and isinstance(actions, int) and actions else 0.0
     return Score(1.0 if success else FORMAT_WEIGHT * share, success, {"success": float(success), "format": share})

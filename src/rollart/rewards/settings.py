@@ -92,8 +92,7 @@ class RewardSettings:
 
     def __post_init__(self) -> None:
         above(self, 0, "processes", "score_seconds", "wait_seconds", "memory_mb")
-        if self.retries < 0:
-            raise ValueError(f"retries must be at least 0; got {self.retries}")
+        at_least(self, 0, "retries")
         for where in (self.where, *self.places.values()):
             check_place(where)
 

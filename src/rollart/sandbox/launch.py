@@ -24,7 +24,7 @@ from itertools import count
 from pathlib import Path
 
 from rollart.core.errors import ConfigError
-from rollart.core.ranges import above
+from rollart.core.ranges import above, between
 
 KINDS = ("auto", "bubblewrap", "podman", "docker", "trust")
 WORK, HOME, AGENT = "/box", "/tmp", str(Path(__file__).with_name("agent.py"))
@@ -64,8 +64,7 @@ class SandboxSettings:
         if self.kind not in KINDS:
             raise ValueError(f"a sandbox is one of {', '.join(KINDS)}; got {self.kind!r}")
         above(self, 0, "seconds", "life_seconds", "memory_mb", "pids", "cpu_seconds", "output_bytes", "disk_mb")
-        if not 0 <= self.warm <= 16:
-            raise ValueError(f"warm must lie between 0 and 16; got {self.warm}")
+        between(self, 0, 16, "warm")
 
 
 def start(kind: str, settings: SandboxSettings,

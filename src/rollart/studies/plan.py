@@ -19,6 +19,7 @@ from rich.table import Table
 
 from rollart.config.simulation import SimRecipe, simulation_from
 from rollart.core.errors import ConfigError
+from rollart.observe.status import right
 from rollart.sim.costs import GPUS, Inventory, Part, engine_cost, train_cost
 from rollart.sim.world import SimResult
 from rollart.studies.experiments import STALE_COST, Tables
@@ -303,9 +304,8 @@ def _reasons(search: Search, full: Sequence[Scored], first: Sequence[Scored], se
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    table = Table(title=f"placements by {plan.goal} ({plan.simulations} simulations)", title_justify="left")
-    for name in ("placement", "domains", "alpha", "spares", "s/step", "cost/step", "stale"):
-        table.add_column(name, justify="left" if name in ("placement", "domains") else "right")
+    table = Table("placement", "domains", *right("alpha", "spares", "s/step", "cost/step", "stale"),
+                  title=f"placements by {plan.goal} ({plan.simulations} simulations)", title_justify="left")
     for s in plan.best:
         p = s.placement
         kinds: dict[str, list[str]] = {}

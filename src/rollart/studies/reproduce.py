@@ -16,6 +16,7 @@ from rollart.core.errors import ConfigError, RunError
 from rollart.envs.domain import nearest
 from rollart.observe.charts import ranges_chart
 from rollart.observe.run_folder import atomic_write
+from rollart.observe.status import right
 from rollart.sim.calibration import Calibration
 from rollart.sim.workload import DOMAINS, Spread
 from rollart.studies.experiments import (
@@ -92,10 +93,7 @@ def _range(row: Row) -> str:
 
 
 def _print(table: Table, rows: Sequence[Row], console: Console) -> None:
-    shown = RichTable(title=f"{table.name}: {table.title}", title_justify="left")
-    shown.add_column("")
-    for name in ("paper", "ours", ""):
-        shown.add_column(name, justify="right")
+    shown = RichTable("", *right("paper", "ours", ""), title=f"{table.name}: {table.title}", title_justify="left")
     for row in rows:
         shown.add_row(row.label, _range(row), f"{row.ours:.2f}", _verdict(row))
     console.print(shown)

@@ -1,4 +1,4 @@
-"""One simulated run of a recipe, summed up like a real one, with what it would cost."""
+"""One simulated run, summed up like a real one, with what it would cost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rollart.config.simulation import SimRecipe
 from rollart.core.types import Fate
 from rollart.observe.accounts import Accounts
 from rollart.observe.metrics import Metrics, read_metrics
@@ -15,13 +14,9 @@ from rollart.observe.trace import Trace
 from rollart.sim.world import SimResult, World, simulate
 
 
-def run_recipe(recipe: SimRecipe, seed: int, trace: Trace | None = None) -> dict[str, Any]:
-    """The summary of a real run, and besides: ended, gpu_hours and utilisation by pool, cost (in hours of one H20),
-    seconds_per_step, rewards, engines, digest. Raises ConfigError, and what `simulate` raises."""
-    return run_world(recipe.world(), seed, trace)
-
-
 def run_world(world: World, seed: int, trace: Trace | None = None) -> dict[str, Any]:
+    """The summary of a real run, and besides: ended, gpu_hours and utilisation by pool, cost (in hours of one H20),
+    seconds_per_step, rewards, engines, digest. Raises what `simulate` raises."""
     accounts = Accounts()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.jsonl"

@@ -89,7 +89,7 @@ def play(settings, folder, watch, *, ends=True):
                 watch.run = run
                 async with asyncio.timeout(300):
                     assert await run.train() == ends
-                counts = run.ledger.counts()
+                counts = run.ledger.accounts.counts()
                 assert not ends or counts["in_flight"] == 0
                 assert counts["dispatched"] == sum(n for name, n in counts.items() if name != "dispatched")
                 return run, counts

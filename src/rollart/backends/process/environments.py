@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from rollart.backends.process import wire
 from rollart.backends.process.pool import NoFreeWorker, Worker, WorkerFailed, WorkerPool
 from rollart.core.clock import now
 from rollart.core.errors import EnvironmentFailed
 from rollart.core.ranges import above, at_least
 from rollart.core.types import Action, Observation, Task
 from rollart.envs.domain import make_domain
+from rollart.observe.payload import observation
 
 _AHEAD_SECONDS = 300.0  # what was opened ahead of time and not asked for since is closed again
 
@@ -150,25 +150,7 @@ class ProcessEnvironments:
             self._workers.kill(worker)
             raise
         self._opened += 1
-        return _ProcessEnvironment(self, task, worker, wire.unpack_observation(first))
-
-    async def _call(self, task: Task, worker: Worker, *parts: Any) -> Any:
-        """A call of an open environment; whatever goes wrong, its process is killed."""
-        try:
-            return await worker.call(*parts, seconds=self._call_seconds)
-        except WorkerFailed as failure:
-            self._failed += 1
-            self._workers.kill(worker)
-            raise EnvironmentFailed(f"{_where(task, parts[0])}: {failure}") from None
-        except BaseException:
-            self._workers.kill(worker)
-            raise
-
-    def _give_back(self, worker: Worker) -> None:
-        self._workers.give_back(worker)
-
-    def _kill(self, worker: Worker) -> None:
-        self._workers.kill(worker)
+        return _ProcessEnvironment(self, self._workers, task, worker, observation(first))
 
 
 def _discard(opening: asyncio.Task[_ProcessEnvironment]) -> None:
@@ -179,8 +161,9 @@ def _discard(opening: asyncio.Task[_ProcessEnvironment]) -> None:
 class _ProcessEnvironment:
     """One episode in its process. `_worker` is None once the process is no longer ours."""
 
-    def __init__(self, pool: ProcessEnvironments, task: Task, worker: Worker, first: Observation) -> None:
-        self._pool, self._task, self._first = pool, task, first
+    def __init__(self, pool: ProcessEnvironments, workers: WorkerPool, task: Task, worker: Worker,
+                 first: Observation) -> None:
+        self._pool, self._workers, self._task, self._first = pool, workers, task, first
         self._worker: Worker | None = worker
         self._busy = False
 
@@ -189,45 +172,46 @@ class _ProcessEnvironment:
         return self._worker is not None and not self._worker.ended.done()
 
     def kill(self) -> None:
-        """Nobody will ask for it."""
+        """End its process, whatever it does."""
         if self._worker is not None:
-            self._pool._kill(self._worker)
+            self._workers.kill(self._worker)
         self._worker = None
 
     async def first(self) -> Observation:
         return self._first
 
     async def step(self, action: Action) -> Observation:
-        return wire.unpack_observation(await self._call("step", str(action.text), action.truncated))
+        return observation(await self._call("step", str(action.text), action.truncated))
 
     async def close(self) -> None:
+        if self._busy:  # a step of somebody else is still under way: it ends here
+            self.kill()
         worker = self._worker
         if worker is None:
-            return
-        if self._busy:  # a step of somebody else is still under way: it ends here
-            self._worker = None
-            self._pool._kill(worker)
             return
         try:
             await self._call("close")
         except EnvironmentFailed:
             return
         self._worker = None
-        self._pool._give_back(worker)
+        self._workers.give_back(worker)
 
     async def _call(self, *parts: Any) -> Any:
-        if self._worker is None:
+        """Whatever goes wrong, its process is killed."""
+        worker = self._worker
+        if worker is None:
             raise EnvironmentFailed(f"{_where(self._task, parts[0])}: it is closed or has failed before")
         self._busy = True
-        done = False
         try:
-            value = await self._pool._call(self._task, self._worker, *parts)
-            done = True
-            return value
+            return await worker.call(*parts, seconds=self._pool._call_seconds)
+        except BaseException as error:
+            self.kill()
+            if not isinstance(error, WorkerFailed):
+                raise
+            self._pool._failed += 1
+            raise EnvironmentFailed(f"{_where(self._task, parts[0])}: {error}") from None
         finally:
             self._busy = False
-            if not done:
-                self._worker = None
 
 
 def _where(task: Task, stage: str) -> str:

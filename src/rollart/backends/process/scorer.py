@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollart.backends.process import wire
 from rollart.backends.process.pool import CodeRaised, NoFreeWorker, WorkerFailed, WorkerPool
 from rollart.core.clock import now
 from rollart.core.errors import ConfigError, ScorerFailed
@@ -39,7 +38,7 @@ class ProcessScorer:
         error: Exception | None = None
         for _ in range(1 + self._settings.retries):
             try:
-                return wire.unpack_score(await self._call(request))
+                return Score(**await self._call(request))
             except NoFreeWorker as full:
                 raise ScorerFailed(f"{where}: {full} (processes)") from None
             except WorkerFailed as failure:

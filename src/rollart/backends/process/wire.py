@@ -11,8 +11,6 @@ import pickle
 import struct
 from typing import Any
 
-from rollart.core.types import Message, Observation, Score
-
 HEADER = struct.Struct("!I")
 CONTROL = struct.Struct("!cQ")
 """One order to the fork server: SPAWN (with the worker's socket) or KILL, and the worker's number."""
@@ -29,21 +27,3 @@ def answer(ok: bool, value: Any) -> bytes:
     """A framed answer. Raises TypeError where the value is not JSON, ValueError where it holds NaN or infinity."""
     body = json.dumps([ok, value], allow_nan=False, separators=(",", ":")).encode()
     return HEADER.pack(len(body)) + body
-
-
-def pack_observation(observation: Observation) -> list[Any]:
-    messages = [[message.role, message.content] for message in observation.messages]
-    return [messages, observation.done, observation.truncated, observation.reward, dict(observation.facts)]
-
-
-def unpack_observation(value: list[Any]) -> Observation:
-    messages, done, truncated, reward, facts = value
-    return Observation(tuple(Message(role, content) for role, content in messages), done, truncated, reward, facts)
-
-
-def pack_score(score: Score) -> list[Any]:
-    return [score.value, score.success, dict(score.parts), score.reason]
-
-
-def unpack_score(value: list[Any]) -> Score:
-    return Score(*value)

@@ -14,6 +14,7 @@ import resource
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rollart.backends.process import wire
 from rollart.core.clock import draw
 from rollart.core.types import Action, Task
 from rollart.envs.domain import Domain, Episode
+from rollart.observe.payload import observation_dict
 from rollart.rewards.contract import RewardFunction, RewardRequest, call
 
 
@@ -56,20 +58,20 @@ class _Desk:
         self._domains, self._rewards = domains, rewards
         self._episode: Episode
 
-    def open(self, task: Task) -> list[Any]:
+    def open(self, task: Task) -> dict[str, Any]:
         _seed_globals(task)
         self._episode = self._domains[task.domain].open(task)
-        return wire.pack_observation(self._episode.first())
+        return observation_dict(self._episode.first())
 
-    def step(self, text: str, truncated: bool) -> list[Any]:
-        return wire.pack_observation(self._episode.step(Action(text, truncated)))
+    def step(self, text: str, truncated: bool) -> dict[str, Any]:
+        return observation_dict(self._episode.step(Action(text, truncated)))
 
     def close(self) -> None:
         self._episode.close()
         del self._episode
 
-    def score(self, request: RewardRequest) -> list[Any]:
-        return wire.pack_score(call(self._rewards[request.domain], [request])[0])
+    def score(self, request: RewardRequest) -> dict[str, Any]:
+        return asdict(call(self._rewards[request.domain], [request])[0])
 
 
 def _seed_globals(task: Task) -> None:

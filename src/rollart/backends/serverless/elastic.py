@@ -11,9 +11,11 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from rollart.backends.serverless.http import read_message
+from rollart.backends.serverless.platform import InstanceFailed, option, port_of
 from rollart.core.errors import ConfigError
 from rollart.rewards.settings import ElasticSettings
 
@@ -63,29 +65,24 @@ class ElasticPlatform:
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         """Start it and wait until it listens. Raises ConfigError."""
-        s = self._settings
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "rollart.backends.serverless.platform", "--until-eof",
             *(f"{domain}={name}" for domain, name in self._rewards.items()), "--port", str(self._port),
-            "--max-instances", str(s.max_instances), "--concurrency", str(s.concurrency),
-            "--idle-seconds", str(s.idle_seconds), "--start-seconds", str(s.start_seconds), "--queue", str(s.queue),
+            *(part for name, value in asdict(self._settings).items() for part in (option(name), str(value))),
             "--request-seconds", str(self._request_seconds),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is for us: the run may still need it for its last step
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)})
-        assert process.stdout is not None
-        said = b""
         try:
-            async with asyncio.timeout(s.start_seconds):
-                while line := await process.stdout.readline():
-                    if line.startswith(b"listening on "):
-                        self._port = int(line.rsplit(b":", 1)[1])
-                        return process
-                    said = line
+            async with asyncio.timeout(self._settings.start_seconds):
+                self._port = await port_of(process)
+                return process
         except TimeoutError:
-            said = f"it did not start within {s.start_seconds:g} s".encode()
+            said = f"it did not start within {self._settings.start_seconds:g} s"
+        except InstanceFailed as failed:
+            said = str(failed).removeprefix("an instance did not start: ").rpartition("\n")[2].removeprefix("error: ")
         await self._end()
-        raise ConfigError(f"the elastic platform: {said.decode(errors='replace').strip().removeprefix('error: ')}")
+        raise ConfigError(f"the elastic platform: {said}")
 
     async def _keep(self, process: asyncio.subprocess.Process) -> None:
         """Read away what it prints; start it again whenever it dies."""

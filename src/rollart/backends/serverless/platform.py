@@ -18,10 +18,10 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from rollart.backends.serverless.http import read_message
+from rollart.backends.serverless.http import HttpClient, read_message
 from rollart.core.errors import ConfigError
 from rollart.rewards.handler import MAX_BYTES, Handler
 from rollart.rewards.settings import ElasticSettings
@@ -41,44 +41,39 @@ class InstanceFailed(Exception):
         self.status = status
 
 
+async def port_of(process: asyncio.subprocess.Process) -> int:
+    """Where it listens, once it says so. Raises InstanceFailed with what it said instead."""
+    assert process.stdout is not None
+    tail = deque[bytes](maxlen=5)
+    while line := await process.stdout.readline():
+        if line.startswith(_READY):
+            return int(line.rsplit(b":", 1)[1])
+        tail.append(line)
+    said = b"".join(tail).decode(errors="replace").strip()[-500:]
+    raise InstanceFailed(f"an instance did not start: {said}", 503)
+
+
 @dataclass(eq=False)
 class Instance:
     """One process. busy: requests inside. idle_since: loop seconds."""
 
     process: asyncio.subprocess.Process
     started: float
-    port: int = 0
     busy: int = 0
     idle_since: float = 0.0
-    tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=5))
-    connections: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = field(default_factory=list)
+    client: HttpClient | None = None
 
     async def ready(self) -> None:
         """Wait until it listens. Raises InstanceFailed."""
-        assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            if line.startswith(_READY):
-                self.port = int(line.rsplit(b":", 1)[1])
-                return
-            self.tail.append(line)
-        said = b"".join(self.tail).decode(errors="replace").strip()[-500:]
-        raise InstanceFailed(f"an instance did not start: {said}", 503)
+        self.client = HttpClient(f"http://127.0.0.1:{await port_of(self.process)}", {}, MAX_BYTES)
 
     async def forward(self, body: bytes) -> tuple[int, bytes]:
         """Its status and body. Raises InstanceFailed where it died."""
-        writer = None
+        assert self.client is not None
         try:
-            reader, writer = self.connections.pop() if self.connections else (
-                await asyncio.open_connection("127.0.0.1", self.port))
-            writer.write(b"POST / HTTP/1.1\r\nHost: instance\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            answer = await read_message(reader, MAX_BYTES)
-        except BaseException as error:
-            if writer is not None:
-                writer.close()
-            if not isinstance(error, OSError | EOFError | ValueError):
-                raise
+            answer = await self.client.post(body, {})
+        except (OSError, EOFError, ValueError) as error:
             raise InstanceFailed(f"an instance died with the request inside ({type(error).__name__})") from None
-        self.connections.append((reader, writer))
         return answer.status, answer.body
 
 
@@ -200,7 +195,7 @@ class Platform:
             failed = InstanceFailed(str(error), 503)
         finally:
             self._starting.discard(asyncio.current_task())
-            if instance is not None and not instance.port:
+            if instance is not None and not instance.client:
                 self._end(instance)
                 await instance.process.wait()
         if instance is None or failed:
@@ -242,8 +237,8 @@ class Platform:
             self._end(instance)
 
     def _end(self, instance: Instance) -> None:
-        for _, writer in instance.connections:
-            writer.close()
+        if instance.client:
+            instance.client.close()
         with suppress(ProcessLookupError):
             os.killpg(instance.process.pid, 9)
 
@@ -276,9 +271,7 @@ def connection(platform: Platform, ready: bytes) -> Callable[..., Any]:
 
 
 async def run_platform(options: argparse.Namespace) -> None:
-    settings = ElasticSettings(max_instances=options.max_instances, concurrency=options.concurrency,
-                               idle_seconds=options.idle_seconds, start_seconds=options.start_seconds,
-                               queue=options.queue)
+    settings = ElasticSettings(**{name: getattr(options, name) for name in asdict(ElasticSettings())})
     ready = Handler(options.functions).ready()  # the function is there, or we say so now
     platform = Platform(options.functions, settings, options.request_seconds)
     server = await asyncio.start_server(connection(platform, ready), options.host, options.port, backlog=1024)
@@ -295,19 +288,20 @@ async def run_platform(options: argparse.Namespace) -> None:
         await platform.close()
 
 
+def option(name: str) -> str:
+    """How a setting is called on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
 def main() -> None:
     """The command line; prints one line once it listens, exits with 2 for a function that cannot be served."""
-    defaults = ElasticSettings()
     parser = argparse.ArgumentParser(prog="python -m rollart.backends.serverless.platform")
     parser.add_argument("functions", nargs="+", metavar="MODULE:FUNC", help="or DOMAIN=MODULE:FUNC for several")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
-    parser.add_argument("--max-instances", type=int, default=defaults.max_instances)
-    parser.add_argument("--concurrency", type=int, default=defaults.concurrency)
-    parser.add_argument("--idle-seconds", type=float, default=defaults.idle_seconds)
-    parser.add_argument("--start-seconds", type=float, default=defaults.start_seconds)
+    for name, default in asdict(ElasticSettings()).items():
+        parser.add_argument(option(name), type=type(default), default=default)
     parser.add_argument("--request-seconds", type=float, default=30.0)
-    parser.add_argument("--queue", type=int, default=defaults.queue)
     parser.add_argument("--until-eof", action="store_true", help="end when standard input ends")
     try:
         asyncio.run(run_platform(parser.parse_args()))

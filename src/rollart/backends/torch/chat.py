@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from rollart.backends.torch.settings import ChatSettings
 from rollart.core.errors import ConfigError
+from rollart.core.ports import Renderer
 from rollart.core.tokens import Text, Tokens, ids
 from rollart.core.types import Completion, Finish, Message
 from rollart.envs.tool_calls import translate
@@ -30,19 +31,13 @@ _BYTE_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
 
 
-class Chat(Protocol):
-    """The core's `Renderer`, and what demonstrations, reports and checkpoints need besides."""
+class Chat(Renderer, Protocol):
+    """What demonstrations, reports and checkpoints need besides."""
 
-    @property
-    def stop(self) -> tuple[int, ...]: ...
     @property
     def padding(self) -> int: ...
     @property
     def vocabulary_size(self) -> int: ...
-    def prompt(self, messages: Sequence[Message]) -> Tokens: ...
-    def reply(self, completion: Completion, messages: Sequence[Message]) -> Tokens: ...
-    def fork(self, history: Sequence[Message], context: Tokens) -> Tokens | None: ...
-    def text(self, completion: Completion) -> Text: ...
     def action(self, text: str) -> array[int]:
         """An assistant's reply as the policy would sample it, with its stop token: for demonstrations."""
         ...
@@ -245,8 +240,6 @@ def _tokenizer(folder: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError:
         raise ConfigError(f"the tokenizer of {folder} needs transformers: pip install 'rollart[hf]'") from None
-    if not (folder / "tokenizer_config.json").exists():
-        raise ConfigError(f"a chat needs a checkpoint folder with a tokenizer; {folder} has no tokenizer_config.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:

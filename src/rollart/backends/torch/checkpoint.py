@@ -7,31 +7,21 @@ hold exactly the tensors of its config is refused by name.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rollart.backends.torch.chat import Chat
 from rollart.backends.torch.lora import plain_state
 from rollart.backends.torch.shapes import ModelConfig
 from rollart.backends.torch.transformer import Transformer
 from rollart.backends.weights.memory import load_into
 from rollart.core.errors import ConfigError
-
-
-class SavedChat(Protocol):
-    """The part of a chat that a checkpoint needs."""
-
-    @property
-    def stop(self) -> tuple[int, ...]: ...
-    @property
-    def padding(self) -> int: ...
-    def save(self, folder: Path) -> None: ...
 
 
 def load_model(folder: Path | str, device: str | torch.device = "cpu",
@@ -60,7 +50,7 @@ def read_model(folder: Path | str) -> tuple[ModelConfig, dict[str, Tensor]]:
     return config, _tensors(Path(folder), config)
 
 
-def save_model(model: Transformer, folder: Path | str, chat: SavedChat) -> None:
+def save_model(model: Transformer, folder: Path | str, chat: Chat) -> None:
     """Write config, weights (adapters merged in), generation defaults, tokenizer and chat template into `folder` (made
     if missing)."""
     folder = Path(folder)
@@ -69,7 +59,7 @@ def save_model(model: Transformer, folder: Path | str, chat: SavedChat) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def save_shape(config: ModelConfig, folder: Path, chat: SavedChat, dtype: torch.dtype = torch.float32) -> None:
+def save_shape(config: ModelConfig, folder: Path, chat: Chat, dtype: torch.dtype = torch.float32) -> None:
     """All of `save_model` but the weights, which have type `dtype`."""
     folder.mkdir(parents=True, exist_ok=True)
     ends = {"eos_token_id": list(chat.stop), "pad_token_id": chat.padding, "bos_token_id": None}
@@ -118,13 +108,3 @@ def _tensors(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
     for name in derived:
         tensors.pop(name, None)
     return tensors
-
-
-def sync_folder(folder: Path) -> None:
-    """fsync every file below `folder`, and the folders themselves: what is there survives a power cut."""
-    for path in [*sorted(folder.rglob("*")), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

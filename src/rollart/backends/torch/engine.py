@@ -39,7 +39,7 @@ class EmbeddedEngine:
 
     def __init__(self, id: str, pool: str, model: Transformer, weights: Reader, settings: EngineSettings,
                  cores: Sequence[int] = ()) -> None:
-        self._id, self._pool, self._weights, self._settings, self._cores = id, pool, weights, settings, cores
+        self.id, self.pool, self._weights, self._settings, self._cores = id, pool, weights, settings, cores
         config = model.config
         self._context = settings.context_tokens or config.context_tokens
         if self._context > config.context_tokens:
@@ -53,7 +53,8 @@ class EmbeddedEngine:
         self._wake = threading.Condition()
         self._commands: deque[tuple[Callable[[], None], Callable[[Exception], None]]] = deque()
         self._thread: threading.Thread | None = None
-        self._lost: str | None = "not started"
+        self.lost: str | None = "not started"
+        """Why the engine does not serve, or None while it does."""
         self._watchers: list[Callable[[str], None]] = []
         self._generated = self._prefilled = self._reused = 0
         self._busy = 0.0
@@ -65,31 +66,13 @@ class EmbeddedEngine:
         self._rows: list[Running | None] = [None] * self._settings.max_concurrent
         self._parked: dict[TrajectoryId, Parked] = {}  # least recently used first
         self._batch: Batch | None = None
-        self._version: Version | None = None
+        self.version: Version | None = None  # of the loaded weights
         self._refuse = ignore
         self._suspended = self._closing = False
         self._fetched: tuple[Manifest | None, Mapping[str, torch.Tensor]] = (None, {})
         self._runner.clear()
 
     # The port, on the event loop.
-
-    @property
-    def id(self) -> str:
-        return self._id
-
-    @property
-    def pool(self) -> str:
-        return self._pool
-
-    @property
-    def lost(self) -> str | None:
-        """Why the engine does not serve, or None while it does."""
-        return self._lost
-
-    @property
-    def version(self) -> Version | None:
-        """The version of the loaded weights."""
-        return self._version
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """`callback(engine id)` runs on the event loop that called `start` whenever the engine dies."""
@@ -100,8 +83,8 @@ class EmbeddedEngine:
         if self._thread is not None and self._thread.is_alive():
             return
         self._loop = asyncio.get_running_loop()
-        self._lost = None
-        self._thread = threading.Thread(target=self._run, name=f"engine-{self._id}", daemon=True)
+        self.lost = None
+        self._thread = threading.Thread(target=self._run, name=f"engine-{self.id}", daemon=True)
         self._thread.start()
 
     async def close(self) -> None:
@@ -123,9 +106,9 @@ class EmbeddedEngine:
         context, vocabulary = request.context, self._runner.config.vocabulary
         if not isinstance(context, array) or not context or min(context) < 0 or max(context) >= vocabulary:
             raise ValueError(f"a context needs at least one token id in 0..{vocabulary - 1}; got {context!r:.80}")
-        if self._version is None:
-            raise EngineLost(f"engine {self._id} has no weights loaded" if self._lost is None else
-                             f"engine {self._id} is lost: {self._lost}")
+        if self.version is None:
+            raise EngineLost(f"engine {self.id} has no weights loaded" if self.lost is None else
+                             f"engine {self.id} is lost: {self.lost}")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         turn = Running(request, min(request.max_tokens, self._context - len(context)), context[:],
@@ -169,12 +152,12 @@ class EmbeddedEngine:
         The queue is as long as there are callers: each but abort and release waits for its answer.
         """
         with self._wake:
-            if self._lost is None:
+            if self.lost is None:
                 self._commands.append((command, refuse or ignore))
                 self._wake.notify()
                 return
         if refuse:
-            refuse(EngineLost(f"engine {self._id} is lost: {self._lost}"))
+            refuse(EngineLost(f"engine {self.id} is lost: {self.lost}"))
 
     async def _ask(self, command: Callable[[], None]) -> None:
         """Have the thread run a command and wait for its end. Raises what it raises, or EngineLost."""
@@ -193,13 +176,13 @@ class EmbeddedEngine:
             async with asyncio.timeout(self._settings.answer_seconds):
                 await future
         except TimeoutError:
-            raise EngineLost(f"engine {self._id} did not answer in {self._settings.answer_seconds:.0f} s") from None
+            raise EngineLost(f"engine {self.id} did not answer in {self._settings.answer_seconds:.0f} s") from None
 
     # Commands, on the engine's thread between two steps.
 
     def _add(self, turn: Running) -> None:
         if turn.limit <= 0:
-            turn.done(turn.completion(Finish.LENGTH, self._id, self._version or 0))
+            turn.done(turn.completion(Finish.LENGTH, self.id, self.version or 0))
         else:
             self._waiting.append(turn)
 
@@ -220,20 +203,20 @@ class EmbeddedEngine:
         self._suspended = suspended
 
     def _load(self, manifest: Manifest) -> None:
-        if self._version is not None and manifest.version < self._version:
-            raise InvariantViolated(f"I5: engine {self._id} at version {self._version} was given {manifest.version}")
+        if self.version is not None and manifest.version < self.version:
+            raise InvariantViolated(f"I5: engine {self.id} at version {self.version} was given {manifest.version}")
         fetched, tensors = self._fetched
         self._fetched = None, {}
         try:
             self._runner.load(tensors if fetched == manifest else self._weights.get(manifest))
         except ValueError as wrong:
-            raise EngineLost(f"weights of version {manifest.version} do not fit engine {self._id}: {wrong}") from None
+            raise EngineLost(f"weights of version {manifest.version} do not fit engine {self.id}: {wrong}") from None
         self._parked.clear()
         for turn in self._rows:
             if turn is not None:
                 turn.filled = 0
         self._batch = None
-        self._version = manifest.version
+        self.version = manifest.version
 
     # Steps, on the engine's thread.
 
@@ -255,18 +238,18 @@ class EmbeddedEngine:
     def _die(self, reason: str, violated: InvariantViolated | None = None) -> None:
         """Nothing runs any more: tell every caller, with its partial completion, and whoever watches."""
         with self._wake:
-            self._lost = reason
-        version, self._version = self._version, None
-        message = f"engine {self._id} is lost: {reason}"
+            self.lost = reason
+        version, self.version = self.version, None
+        message = f"engine {self.id} is lost: {reason}"
         for refuse in (self._refuse, *(refuse for _, refuse in self._commands)):
             refuse(violated or EngineLost(message))
         for turn in [*self._rows, *self._waiting]:
             if turn is not None:
-                partial = turn.completion(Finish.LENGTH, self._id, version or 0) if turn.segments else None
+                partial = turn.completion(Finish.LENGTH, self.id, version or 0) if turn.segments else None
                 turn.done(violated or EngineLost(message, partial))
         if not self._closing:
             for watcher in self._watchers:
-                call_soon(self._loop, watcher, self._id)
+                call_soon(self._loop, watcher, self.id)
 
     def _step(self) -> bool:
         """Take commands, then prefill and decode. False when there was nothing to do."""
@@ -274,7 +257,7 @@ class EmbeddedEngine:
             command, self._refuse = self._commands.popleft()
             command()
         self._refuse = ignore
-        if self._suspended or self._closing or self._version is None:
+        if self._suspended or self._closing or self.version is None:
             return False
         if self._waiting:
             self._admit()
@@ -373,7 +356,7 @@ class EmbeddedEngine:
         batch.tokens, logprobs = sample(logits, batch.rows, torch.tensor(uniforms, device=logits.device))
         batch.positions += batch.advance
         self._generated += len(batch.turns)
-        tokens, logprobs, version = batch.tokens.tolist(), logprobs.tolist(), self._version
+        tokens, logprobs, version = batch.tokens.tolist(), logprobs.tolist(), self.version
         for row, turn in batch.turns:
             sampled = len(turn.logprobs)
             if not turn.segments or turn.segments[-1][0] != version:
@@ -394,18 +377,18 @@ class EmbeddedEngine:
             trajectory = turn.request.trajectory
             self._parked.pop(trajectory, None)  # so that it comes last
             self._parked[trajectory] = Parked(turn.ids[:turn.filled], self._runner.take(row, turn.filled))
-        turn.done(turn.completion(finish, self._id, self._version or 0, self._runner.routes(row, turn.filled)))
+        turn.done(turn.completion(finish, self.id, self.version or 0, self._runner.routes(row, turn.filled)))
 
     def check(self) -> None:
         """Raises InvariantViolated when rows, KV and budget do not add up. Call it while the engine is suspended."""
         held, budget = self._held(), self._settings.kv_tokens
         if held > budget:
-            raise InvariantViolated(f"engine {self._id} holds {held} tokens of KV, its budget is {budget}")
+            raise InvariantViolated(f"engine {self.id} holds {held} tokens of KV, its budget is {budget}")
         for turn in self._rows:
             if turn is not None and not 0 <= turn.filled < len(turn.ids) <= turn.reserved:
-                raise InvariantViolated(f"engine {self._id}: {turn.filled} filled of {len(turn.ids)} ids, "
+                raise InvariantViolated(f"engine {self.id}: {turn.filled} filled of {len(turn.ids)} ids, "
                                         f"{turn.reserved} reserved")
         for trajectory, parked in self._parked.items():
             if len(parked.kept) != len(parked.ids):
-                raise InvariantViolated(f"engine {self._id}: KV of {len(parked.kept)} for {len(parked.ids)} ids of "
+                raise InvariantViolated(f"engine {self.id}: KV of {len(parked.kept)} for {len(parked.ids)} ids of "
                                         f"{trajectory}")

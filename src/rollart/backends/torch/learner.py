@@ -27,7 +27,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollart.algo.settings import AlgoSettings
-from rollart.backends.torch.checkpoint import sync_folder
 from rollart.backends.torch.fsdp import OPTIMIZER, Alone
 from rollart.backends.torch.lora import add_adapter, base_checksum, load_adapter, save_adapter
 from rollart.backends.torch.settings import LearnerSettings, LoraSettings
@@ -39,6 +38,7 @@ from rollart.backends.weights.memory import load_into
 from rollart.core.clock import draw
 from rollart.core.errors import InvariantViolated, TrainerLost
 from rollart.core.types import Manifest, StepReport, TrainBatch, Version
+from rollart.observe.run_folder import sync
 
 Result = TypeVar("Result")
 
@@ -75,8 +75,8 @@ class TorchTrainer:
         """Version `batch.version` to the next. Raises TrainerLost; `load` is the way on then, and after a cancel."""
         if batch.version != self.version:
             raise InvariantViolated(f"the learner stands at version {self.version}; the batch is for {batch.version}")
-        report, copy = await self._run(self._step, batch)
-        self.version, self._copy = batch.version + 1, copy
+        report = await self._run(self._work.step, batch)
+        self.version, self._copy = batch.version + 1, self._work.copy
         return report
 
     async def publish(self, version: Version) -> Manifest:
@@ -115,10 +115,6 @@ class TorchTrainer:
         except (RuntimeError, OSError, ValueError, SafetensorError) as error:  # torch raises RuntimeError for all
             raise TrainerLost(f"learner at version {self.version}: {error}") from error
 
-    def _step(self, batch: TrainBatch) -> tuple[StepReport, dict[str, Tensor]]:
-        report = self._work.step(batch)
-        return report, self._work.copy
-
     def _check_stop(self) -> None:
         if self._stop.is_set():
             raise TrainerLost("the learner was stopped in the middle of a step; load a checkpoint to go on")
@@ -133,7 +129,7 @@ class TorchTrainer:
             save_adapter(self._model, folder, self._lora, self._base)
         base = {"base": base_checksum(self._model)} if self._lora is not None else {}
         torch.save(self._work.tensors(version) | base, folder / OPTIMIZER)
-        sync_folder(folder)
+        sync(*folder.rglob("*"), folder)
 
     def _load(self, folder: Path) -> tuple[Version, dict[str, Tensor]]:
         tensors = self._work.tensors(0)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rollart.backends.torch.settings import LoraSettings
-from rollart.backends.weights.memory import MemoryWeights, checksum
+from rollart.backends.weights.memory import MemoryWeights, checksum, fill
 from rollart.core.errors import ConfigError
 from rollart.core.types import Manifest
 
@@ -108,13 +108,10 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     """Read what `save_adapter` wrote. Raises ValueError, before any change, when it is another model's."""
     tensors = {name.removeprefix(_PEFT): tensor
                for name, tensor in load_file(folder / ADAPTER / "adapter_model.safetensors").items()}
-    own = adapter_state(model)
-    wrong = sorted(own.keys() ^ tensors.keys()) or [name for name in own if own[name].shape != tensors[name].shape]
-    if wrong:
-        raise ValueError(f"{folder / ADAPTER} is of another model or rank: see {wrong[0]}")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+    try:
+        fill(adapter_state(model), tensors)
+    except ValueError as wrong:
+        raise ValueError(f"{folder / ADAPTER} is of another model or rank: {wrong}") from None
 
 
 class AdapterWeights(MemoryWeights):

@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollart.algo.settings import AlgoSettings
-from rollart.backends.torch.checkpoint import read_model, sync_folder
+from rollart.backends.torch.checkpoint import read_model
 from rollart.backends.torch.fsdp import Sharded
 from rollart.backends.torch.settings import LearnerSettings
 from rollart.backends.torch.shapes import ModelConfig
@@ -45,6 +45,7 @@ from rollart.backends.weights import WeightsSettings, open_writer
 from rollart.backends.weights.memory import load_into
 from rollart.core.errors import InvariantViolated, RollArtError, TrainerLost
 from rollart.core.types import Manifest, StepReport, TrainBatch, Version
+from rollart.observe.run_folder import sync
 
 Source = str | tuple[ModelConfig, Mapping[str, Tensor]]
 """A model: its Hugging Face folder, or its shape and tensors."""
@@ -162,7 +163,7 @@ class RankWorker:
             if error := written.exception():  # not always an Exception
                 raise TrainerLost(f"checkpoint: {type(error).__name__}: {error}")
         if len(self._saving) > 1:
-            sync_folder(self._folder)
+            sync(*self._folder.rglob("*"), self._folder)
 
     @_in_turn
     def load(self, folder: str) -> Version:

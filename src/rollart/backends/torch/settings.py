@@ -5,12 +5,11 @@ Imports nothing heavy: a recipe is checked without torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollart.core.ranges import above, at_least
+from rollart.core.ranges import above, at_least, between, finite, literals
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -25,7 +24,7 @@ class SmallModel:
     experts: per layer, each of inner width `mlp` (0: no mixture); a token takes experts_per_token of them.
     """
 
-    family: str = "qwen3"
+    family: Literal["qwen3", "llama"] = "qwen3"
     layers: int = 4
     width: int = 192
     heads: int = 4
@@ -42,8 +41,7 @@ class SmallModel:
                              f"experts_per_token from 1 to experts; got {self.family!r} and {self.experts_per_token}")
         if self.experts_per_token and not self.experts:
             raise ValueError(f"experts_per_token = {self.experts_per_token} is used by nothing with experts = 0")
-        if self.family not in ("qwen3", "llama"):
-            raise ValueError(f"family must be qwen3 or llama; got {self.family!r}")
+        literals(self)
         at_least(self, 1, "layers", "width", "heads", "kv_heads", "mlp", "vocabulary", "context_tokens")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads; got {self.heads} and {self.kv_heads}")
@@ -72,10 +70,7 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         above(self, 0, "max_concurrent", "kv_tokens", "prefill_chunk", "answer_seconds")
-        if self.threads < 0:
-            raise ValueError(f"threads must be 0 (its share of the cores) or more; got {self.threads}")
-        if self.context_tokens < 0:
-            raise ValueError(f"context_tokens must be 0 (the model's) or more; got {self.context_tokens}")
+        at_least(self, 0, "threads", "context_tokens")
         if self.kv_tokens < self.context_tokens:
             raise ValueError(f"kv_tokens must hold one whole context of {self.context_tokens}; got {self.kv_tokens}")
 
@@ -121,24 +116,22 @@ class LearnerSettings:
     rank_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps", "rank_seconds"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name} must be a finite number above 0; got {getattr(self, name)!r}")
-        for name in ("weight_decay", "max_grad_norm"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name} must be a finite number >= 0; got {getattr(self, name)!r}")
+        literals(self)
+        finite(self, "learning_rate", "eps", "rank_seconds", "weight_decay", "max_grad_norm")
+        above(self, 0, "learning_rate", "eps", "rank_seconds")
+        at_least(self, 0, "weight_decay", "max_grad_norm", "threads", "warmup_steps")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)!r}")
         at_least(self, 1, "micro_batch_tokens", "minibatches", "ranks")
-        if self.threads < 0:
-            raise ValueError(f"threads must be 0 (its share of the cores) or more; got {self.threads!r}")
-        check_schedule(self.schedule, self.warmup_steps, self.total_steps)
+        if self.schedule != "constant" and 0 < self.total_steps <= self.warmup_steps:
+            raise ValueError(f"schedule {self.schedule} needs total_steps above warmup_steps; "
+                             f"got {self.total_steps} and {self.warmup_steps}")
+        if self.schedule == "constant" and self.total_steps:
+            raise ValueError(f"total_steps means nothing to schedule constant; got {self.total_steps}: set it to 0")
         if self.ranks > 1 and ":" in self.device:
             raise ValueError(f"device must be auto, cpu or cuda where {self.ranks} ranks each take their own; got "
                              f"{self.device!r}")
-        if self.precision not in ("auto", "float32", "bfloat16"):
-            raise ValueError(f"precision must be auto, float32 or bfloat16; got {self.precision!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,19 +167,6 @@ class ChatSettings:
     tools: Literal["tags", "hermes", "llama"] = "tags"
 
 
-def check_schedule(schedule: str, warmup_steps: int, total_steps: int) -> None:
-    """Raises ValueError for a schedule that `rate_at` cannot follow."""
-    if schedule not in ("constant", "linear", "cosine"):
-        raise ValueError(f"schedule must be constant, linear or cosine; got {schedule!r}")
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps must be at least 0; got {warmup_steps!r}")
-    if schedule != "constant" and total_steps and total_steps <= warmup_steps:
-        raise ValueError(f"schedule {schedule} needs total_steps above warmup_steps; "
-                         f"got {total_steps} and {warmup_steps}")
-    if schedule == "constant" and total_steps:
-        raise ValueError(f"total_steps means nothing to schedule constant; got {total_steps}: set it to 0")
-
-
 @dataclass(frozen=True, kw_only=True)
 class WarmStartSettings:
     """Imitation before reinforcement. Raises ValueError.
@@ -205,19 +185,17 @@ class WarmStartSettings:
     passes: int = 4
     batch_tokens: int = 4096
     learning_rate: float = 2e-3
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    schedule: Schedule = "cosine"
     weight_decay: float = 0.01
     seed: int = 0
 
     def __post_init__(self) -> None:
         at_least(self, 1, "demonstrations", "passes", "batch_tokens")
-        for name, rate in (("error_rate", self.error_rate), *((f"error_rates.{d}", r) for d, r in
-                                                              self.error_rates.items())):
+        literals(self)
+        finite(self, "learning_rate", "weight_decay")
+        above(self, 0, "learning_rate")
+        at_least(self, 0, "weight_decay")
+        between(self, 0, 1, "error_rate")
+        for domain, rate in self.error_rates.items():
             if not 0 <= rate <= 1:
-                raise ValueError(f"{name} must be a share between 0 and 1; got {rate!r}")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise ValueError(f"learning_rate must be a finite number above 0; got {self.learning_rate!r}")
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise ValueError(f"weight_decay must be a finite number >= 0; got {self.weight_decay!r}")
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ValueError(f"schedule must be constant, linear or cosine; got {self.schedule!r}")
+                raise ValueError(f"error_rates.{domain} must lie between 0 and 1; got {rate!r}")

@@ -67,16 +67,6 @@ def packing(lengths: Sequence[int], device: torch.device, waste: float = 0.8) ->
     return Packing(tuple(gathers), scatter.to(device))
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -86,8 +76,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.width, config.kv_heads * config.head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.heads * config.head_dim, config.width, bias=config.out_bias)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+            self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
         self.qk_norm = config.qk_norm
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packing) -> Tensor:
@@ -112,8 +102,8 @@ class Layer(nn.Module):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = Experts(config) if config.experts else MLP(config.width, config.mlp)
-        self.input_layernorm = RMSNorm(config.width, config.norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.width, config.norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.width, config.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packing, routing: Routing, number: int) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, packed)
@@ -126,7 +116,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.norm = nn.RMSNorm(config.width, config.norm_eps)
 
 
 class Transformer(nn.Module):

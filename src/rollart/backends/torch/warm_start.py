@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
-from rollart.backends.torch.checkpoint import sync_folder
+from rollart.algo.packing import dealt
 from rollart.backends.torch.optimizer import apply_gradient, autocast, make_optimizer, rate_at
 from rollart.backends.torch.scoring import action_logprobs, pack_sequences
 from rollart.backends.torch.settings import WarmStartSettings
 from rollart.backends.torch.transformer import Transformer
 from rollart.core.clock import stream
 from rollart.core.errors import ConfigError
+from rollart.observe.run_folder import sync
 
 MARKER = "complete"
 
@@ -52,7 +53,7 @@ def imitate(model: Transformer, sequences: Sequence[tuple[Sequence[int], Sequenc
     warmup = max(1, steps // 20)
     with ThreadPoolExecutor(workers, "imitate", torch.set_num_threads, (1,)) as pool:
         for step, members in enumerate(batches):
-            parts = [[sequences[i] for i in part] for part in _parts(members, lengths, workers)]
+            parts = [[sequences[i] for i in part] for part in dealt(members, lengths, min(workers, len(members)))]
             results = list(pool.map(partial(_gradient, model, len(members)), parts))
             losses.append(sum(loss for loss, _ in results))
             for parameter, *gradients in zip(model.parameters(), *(g for _, g in results), strict=True):
@@ -76,17 +77,6 @@ def _gradient(model: Transformer, count: int, part: Sequence[tuple[Sequence[int]
     actions = torch.tensor(packed.counts, device=device)
     loss = -(logprobs / actions.repeat_interleave(actions)).sum() / count
     return float(loss.detach()), torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
-
-
-def _parts(members: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """The members in at most `count` parts of about equal length, the longest dealt out first; none is empty."""
-    parts: list[list[int]] = [[] for _ in range(min(count, len(members)))]
-    loads = [0] * len(parts)
-    for member in sorted(members, key=lambda i: -lengths[i]):
-        least = loads.index(min(loads))
-        parts[least].append(member)
-        loads[least] += lengths[member]
-    return parts
 
 
 def _batches(lengths: Sequence[int], settings: WarmStartSettings) -> list[list[int]]:
@@ -120,9 +110,9 @@ def store(folder: Path, key: Mapping[str, Any], write: Callable[[Path], None]) -
     try:
         write(made)
         (made / "key.json").write_text(json.dumps(key, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        sync_folder(made)
+        sync(*made.rglob("*"), made)
         (made / MARKER).touch()
-        sync_folder(made)
+        sync(made / MARKER, made)
         made.chmod(0o755)
         if target.exists() and cached(folder, key) is None:  # somebody removed a part of it
             shutil.rmtree(target, ignore_errors=True)

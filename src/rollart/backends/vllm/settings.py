@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from rollart.core.ranges import above
-
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-Eager = Literal["auto", "always", "never"]
+from rollart.core.ranges import above, at_least, literals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +25,14 @@ class VLLMSettings:
     handover_folder: where weights lie for the workers to map, unless they come in a file already.
     """
 
-    dtype: Dtype = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     context_tokens: int = 0
     max_concurrent: int = 64
     prefill_chunk: int = 2048
     kv_gb: float = 0.0
     gpu_memory_utilization: float = 0.9
     tensor_parallel: int = 1
-    eager: Eager = "auto"
+    eager: Literal["auto", "always", "never"] = "auto"
     prefix_caching: bool = True
     threads: int = 0
     start_seconds: float = 600.0
@@ -43,13 +40,9 @@ class VLLMSettings:
     handover_folder: str = "/dev/shm/rollart"
 
     def __post_init__(self) -> None:
-        if self.dtype not in get_args(Dtype) or self.eager not in get_args(Eager):
-            raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))} and eager of "
-                             f"{', '.join(get_args(Eager))}; got {self.dtype!r} and {self.eager!r}")
+        literals(self)
         above(self, 0, "max_concurrent", "prefill_chunk", "tensor_parallel", "start_seconds", "answer_seconds")
-        for name in ("context_tokens", "kv_gb", "threads"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 (its default) or more; got {getattr(self, name)}")
+        at_least(self, 0, "context_tokens", "kv_gb", "threads")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1; got {self.gpu_memory_utilization}")
 
@@ -70,5 +63,4 @@ class ServerSettings:
     answer_seconds: float = 120.0
 
     def __post_init__(self) -> None:
-        if not (self.seconds > 0 and self.answer_seconds > 0):
-            raise ValueError(f"seconds, answer_seconds must be above 0; got {self.seconds}, {self.answer_seconds}")
+        above(self, 0, "seconds", "answer_seconds")

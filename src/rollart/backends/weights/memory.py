@@ -7,7 +7,6 @@ exactly the tensors under the manifest's checksum, `load_into` checks every name
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Mapping
 
 import torch
@@ -27,11 +26,15 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def load_into(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into the model's own storage, casting type and device.
+    """Copy tensors into the model's own storage, as `fill` does."""
+    fill(model.state_dict(), tensors)
+
+
+def fill(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into those of the same names, casting type and device.
 
     Raises ValueError that names every missing or unknown tensor or wrong shape, before anything was changed (T9).
     """
-    own = model.state_dict()
     missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     shapes = [f"{name} is {list(tensors[name].shape)} where the model has {list(own[name].shape)}"
               for name in own if name in tensors and tensors[name].shape != own[name].shape]
@@ -51,13 +54,12 @@ def _some(names: list[str], limit: int = 4) -> str:
 
 
 class MemoryWeights:
-    """Published versions in memory, by manifest. Safe to use from several threads.
+    """Published versions in memory, by manifest. Safe to use from several threads, for each call is one look-up.
 
     Holds what `put` was given until `drop`; the control plane retires versions, so two or three are held at a time.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._held: dict[str, tuple[str, dict[str, Tensor]]] = {}
 
     def put(self, version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
@@ -65,15 +67,13 @@ class MemoryWeights:
         cloned = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         digest = checksum(cloned)
         location = f"memory:{version}"
-        with self._lock:
-            self._held[location] = (digest, cloned)
+        self._held[location] = (digest, cloned)
         return Manifest(version=version, location=location, checksum=digest,
                         nbytes=sum(tensor.nbytes for tensor in cloned.values()))
 
     def get(self, manifest: Manifest) -> Mapping[str, Tensor]:
         """The tensors of a manifest, not to be written to. Raises EngineLost when they are gone or others."""
-        with self._lock:
-            held = self._held.get(manifest.location)
+        held = self._held.get(manifest.location)
         if held is None:
             raise EngineLost(f"weights of version {manifest.version} are not held at {manifest.location}")
         if held[0] != manifest.checksum:
@@ -82,9 +82,7 @@ class MemoryWeights:
 
     def drop(self, manifest: Manifest) -> None:
         """Forget these weights. Dropping what is not held changes nothing."""
-        with self._lock:
-            self._held.pop(manifest.location, None)
+        self._held.pop(manifest.location, None)
 
     def close(self) -> None:
-        with self._lock:
-            self._held.clear()
+        self._held.clear()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-Carrier = Literal["memory", "file", "collective", "mooncake"]
+from rollart.core.ranges import above, at_least, literals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class WeightsSettings:
         versions (it evicts from 90 % on); 0: the store has memory of its own (started with `mooncake_client`).
     """
 
-    carrier: Carrier = "memory"
+    carrier: Literal["memory", "file", "collective", "mooncake"] = "memory"
     folder: str = "/dev/shm/rollart"
     address: str = "127.0.0.1:0"
     bucket_mb: int = 1000
@@ -36,16 +36,10 @@ class WeightsSettings:
     segment_mb: int = 0
 
     def __post_init__(self) -> None:
-        if self.carrier not in get_args(Carrier):
-            raise ValueError(f"carrier must be one of {', '.join(get_args(Carrier))}; got {self.carrier!r}")
-        if self.bucket_mb < 1 or self.segment_mb < 0:
-            raise ValueError(f"bucket_mb must be at least 1 and segment_mb at least 0 megabytes; got {self.bucket_mb} "
-                             f"and {self.segment_mb}")
-        if not self.deadline_seconds > 0:
-            raise ValueError(f"deadline_seconds must be above 0; got {self.deadline_seconds}")
-        if self.backend not in ("gloo", "nccl") or self.protocol not in ("tcp", "rdma"):
-            raise ValueError(f"backend must be gloo or nccl and protocol tcp or rdma; got {self.backend!r} and "
-                             f"{self.protocol!r}")
+        literals(self)
+        at_least(self, 1, "bucket_mb")
+        at_least(self, 0, "segment_mb")
+        above(self, 0, "deadline_seconds")
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
             raise ValueError(f"address must be host:port; got {self.address!r}")

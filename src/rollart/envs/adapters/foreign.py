@@ -124,7 +124,8 @@ def library(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"this domain needs the module {error.name}: pip install 'rollart[{extra}]'") from None
+        missing = str(error.name).partition(".")[0]
+        raise ConfigError(f"this domain needs the module {missing}: pip install 'rollart[{extra}]'") from None
 
 
 class Apart:

@@ -12,14 +12,13 @@ import random
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from rollart.core.clock import draw
 from rollart.core.errors import ConfigError
 from rollart.core.types import Task
 from rollart.envs.adapters.foreign import Apart, Foreign, ForeignSettings, Reply, Session, library
-from rollart.envs.domain import Player
+from rollart.envs.domain import Player, Plays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,19 +93,24 @@ class _Gem(Session):
         return "\n".join(part.strip("\n") for part in parts if part) if isinstance(seen, str) else seen
 
 
-class Gem(Foreign):
-    """GEM's games and tasks, e.g. `game:GuessTheNumber-v0-hard`."""
+class _Registered(Foreign):
+    """Of a library that has a table of its environments and makes them by id."""
 
-    name = "gem"
-    rules = "Play the game. End with your action in \\boxed{}."
-    Session = _Gem
+    package: ClassVar[str]
 
     def known(self) -> Iterable[str]:
-        library("gem", "gem")
-        return library("gem.envs.registration", "gem").ENV_REGISTRY
+        return library(f"{self.package}.envs.registration", self.package).ENV_REGISTRY
 
     def make(self) -> Any:
-        return library("gem", "gem").make(self.settings.id, **self.settings.arguments)
+        return library(self.package, self.package).make(self.settings.id, **self.settings.arguments)
+
+
+class Gem(_Registered):
+    """GEM's games and tasks, e.g. `game:GuessTheNumber-v0-hard`."""
+
+    name = package = "gem"
+    rules = "Play the game. End with your action in \\boxed{}."
+    Session = _Gem
 
     def sample(self, env: Any) -> str:
         return env.sample_random_action()
@@ -132,19 +136,12 @@ class _Arena(Session):
         return new.strip("\n")
 
 
-class TextArena(Foreign):
+class TextArena(_Registered):
     """TextArena's games for one player, e.g. `GuessTheNumber-v0`; the reward is what its `close` says."""
 
-    name = "textarena"
+    name = package = "textarena"
     rules = "Play the game. Write your action in square brackets."
     Session = _Arena
-
-    def known(self) -> Iterable[str]:
-        library("textarena", "textarena")
-        return library("textarena.envs.registration", "textarena").ENV_REGISTRY
-
-    def make(self) -> Any:
-        return library("textarena", "textarena").make(self.settings.id, **self.settings.arguments)
 
 
 class _Question(Session):
@@ -172,7 +169,6 @@ class ReasoningGym(Foreign):
     Session = _Question
 
     def known(self) -> Iterable[str]:
-        library("reasoning_gym", "reasoning-gym")
         return library("reasoning_gym.factory", "reasoning-gym").DATASETS
 
     def check(self) -> None:
@@ -212,4 +208,4 @@ class ReasoningGym(Foreign):
 
 
 def _says(answer: object) -> Player:
-    return SimpleNamespace(act=lambda observation: f"<answer>{answer}</answer>")
+    return Plays(lambda _: f"<answer>{answer}</answer>")

@@ -13,12 +13,13 @@ import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rollart.core.clock import stream
 from rollart.core.errors import ConfigError
+from rollart.core.ranges import above, at_least
 from rollart.core.types import Action, Message, Observation, Task
-from rollart.envs.domain import Domain, DomainSettings, Episode, Player
+from rollart.envs.domain import CountedEpisode, Domain, DomainSettings, Episode, Player, Plays
 from rollart.envs.swe.task_set import SHIPPED, TaskSet, files_of, opened, read_set, run_tests
 from rollart.envs.tool_calls import ToolCall, parse, render
 from rollart.sandbox import SandboxSettings, choose
@@ -36,7 +37,7 @@ class BugFixSettings(DomainSettings):
     """
 
     path: str = ""
-    hints: int = 2
+    hints: Literal[0, 1, 2] = 2
     bugs: int = 0
     call_seconds: float = 15.0
     test_seconds: float = 40.0
@@ -49,10 +50,8 @@ class BugFixSettings(DomainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hints not in (0, 1, 2) or self.bugs < 0:
-            raise ValueError(f"hints must be 0, 1 or 2 and bugs at least 0; got {self.hints} and {self.bugs}")
-        if min(self.call_seconds, self.test_seconds, self.output_chars) <= 0:
-            raise ValueError("call_seconds, test_seconds and output_chars must be above 0")
+        at_least(self, 0, "bugs")
+        above(self, 0, "call_seconds", "test_seconds", "output_chars")
         SandboxSettings(kind=self.sandbox, memory_mb=self.memory_mb)
 
 
@@ -90,39 +89,32 @@ class BugFix(Domain):
         bug, rng = self.set.tasks[task.payload["id"]], stream(seed, "player", task.id)
         calls = [ToolCall("bash", {"input": f"grep -n 'def ' {bug.file}"}),
                  ToolCall("edit", {"path": bug.file, "old": bug.bad, "new": bug.good}), _SUBMIT]
-        return _Player(lambda: _SUBMIT if rng.random() < error_rate else calls.pop(0))
+        return Plays(lambda _: render(_SUBMIT if rng.random() < error_rate else calls.pop(0), "tags"))
 
     def random_player(self, task: Task, seed: int) -> Player:
         """Valid calls on any source file: looks, takes a line out, submits in the end."""
         rng = stream(seed, "random", task.id)
 
-        def call() -> ToolCall:
+        def act(_: Observation) -> str:
             path = rng.choice(self.set.sources)
             lines = self.set.files[path].decode().splitlines() or [""]
             at = rng.randrange(len(lines))
-            return rng.choice([ToolCall("bash", {"input": f"wc -l {path}"}), _SUBMIT,
-                               ToolCall("view", {"path": path, "start": at, "end": at + 9}),
-                               ToolCall("edit", {"path": path, "old": lines[at], "new": ""})])
+            calls = [ToolCall("bash", {"input": f"wc -l {path}"}), _SUBMIT,
+                     ToolCall("view", {"path": path, "start": at, "end": at + 9}),
+                     ToolCall("edit", {"path": path, "old": lines[at], "new": ""})]
+            return render(rng.choice(calls), "tags")
 
-        return _Player(call)
-
-
-class _Player:
-    def __init__(self, call: Any) -> None:
-        self._call = call
-
-    def act(self, observation: Observation) -> str:
-        return render(self._call(), "tags")
+        return Plays(act)
 
 
-class _Work(Episode):
+class _Work(CountedEpisode):
     def __init__(self, domain: BugFix, task: Task) -> None:
-        self._domain, self._max_turns, known = domain, task.max_turns, domain.set.tasks
+        super().__init__(domain, task)
+        known = domain.set.tasks
         if task.payload["id"] not in known:
             raise ConfigError(f"{task.id}: the set has no task {task.payload['id']}; was it made anew?")
         self._bug = known[task.payload["id"]]
         self._given = domain.set.with_bug(self._bug)
-        self._actions = self._valid = 0
         self._sandbox = opened(domain.box, self._given)
 
     def first(self) -> Observation:
@@ -130,19 +122,16 @@ class _Work(Episode):
 
     def step(self, action: Action) -> Observation:
         call = next(iter(parse(str(action.text), "tags")), None)
-        text = self._answer(call) if call else "? one call: <bash>, <view>, <edit> or <submit>"
+        text = self._used(call) if call else "? one call: <bash>, <view>, <edit> or <submit>"
         submitted = call is not None and call.name == "submit"
-        self._actions += 1
-        self._valid += not text.startswith("? ")
-        done = submitted or self._actions >= self._max_turns
-        facts = {"success": False, "valid": self._valid, "actions": self._actions} | (self._score() if done else {})
-        return Observation(() if submitted else (Message("tool", text),), done=done, truncated=done and not submitted,
-                           reward=float(bool(facts["success"])), facts=facts)
+        done = submitted or self._actions + 1 >= self._task.max_turns
+        return self._answer(*([] if submitted else [Message("tool", text)]), valid=not text.startswith("? "),
+                            ended=submitted, **(self._score() if done else {"success": False}))
 
     def close(self) -> None:
         self._sandbox.close()
 
-    def _answer(self, call: ToolCall) -> str:
+    def _used(self, call: ToolCall) -> str:
         """It begins with `? ` where the call does not have the form that it should."""
         given = call.arguments
         try:
