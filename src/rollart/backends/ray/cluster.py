@@ -57,7 +57,8 @@ class RayCluster:
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             self.close()
             raise ConfigError(f"no Ray cluster at {self._settings.address!r}: {str(error).splitlines()[0]}; start one "
-                              "with `ray start --head`, or use --ray local") from None
+                              "with `ray start --head`, or use --ray local; if it asks for a token, set "
+                              "RAY_AUTH_MODE=token here too") from None
         except BaseException:
             self.close()
             raise
