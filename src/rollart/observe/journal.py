@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 from rollart.core.clock import now
 from rollart.core.events import Event
-from rollart.core.types import Group
+from rollart.core.tokens import Counted
+from rollart.core.types import Group, TrajectoryId
 
 
 class Subscriber(Protocol):
@@ -111,7 +112,7 @@ def _group_text(value: Group) -> str:
 
 
 def _array_text(value: array[Any]) -> str:
-    return f"{value.typecode}{len(value)}:{hashlib.blake2b(value, digest_size=8).hexdigest()}"
+    return f"{value.typecode}{len(value)}:{hashlib.blake2b(value, digest_size=8).hexdigest() if value else ''}"
 
 
 def _bytes_text(value: bytes) -> str:
@@ -122,5 +123,5 @@ _WRITERS: dict[type, Callable[[Any], str]] = {
     int: repr, float: repr, str: repr, bool: repr, type(None): repr,
     tuple: _sequence_text, list: _sequence_text, dict: _mapping_text, array: _array_text,
     bytes: _bytes_text,
-    Group: _group_text,
+    Group: _group_text, TrajectoryId: str, Counted: lambda value: f"#{value.n}",
 }
