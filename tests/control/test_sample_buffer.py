@@ -129,7 +129,25 @@ def test_abort_evicts_ready_groups_and_names_open_ones_beyond_the_bound() -> Non
     assert ([g.id for g in evicted], hopeless) == ([3], [2])  # and no longer at version 2, the next batch's
     assert not b.note(2, 0)
     assert not fill(b, 4, 0)
-    assert b.free == b.slots - 2  # the open one holds its slot until it has cleaned up, the trained one till version 2
+    assert b.free == b.slots - 3  # all but the new ones hold theirs until version 2 is live
+    b.discard(2)
+    assert b.free == b.slots - 3
+    b.advance(2)
+    b.live(2)
+    assert b.free == b.slots
+
+
+def test_a_dropped_group_that_ends_after_the_next_weights_are_live_frees_its_slot_then() -> None:
+    b = buffer(batch=1, alpha=1, spare=1)
+    b.admit(0, 0)
+    b.note(0, 0)
+    fill(b, 1, 0)
+    step(b)
+    fill(b, 2, 0)
+    assert step(b) == ([], [0])
+    assert b.free == b.slots - 1
+    b.discard(0)
+    assert b.free == b.slots
 
 
 def test_nothing_is_admitted_between_a_step_and_its_weights_where_these_free_the_slots() -> None:

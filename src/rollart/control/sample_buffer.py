@@ -53,6 +53,9 @@ class SampleBuffer:
         self.ready: dict[int, Group] = {}
         self.training: dict[Version, int] = {}
         """Slots held by trained groups, by the version that their step makes."""
+        self.dropped = 0
+        """Slots of groups that were dropped when the batch was taken; free when the next weights are live."""
+        self._dropping: set[int] = set()  # those that have not ended yet
 
     @property
     def free(self) -> int:
@@ -61,7 +64,11 @@ class SampleBuffer:
             return 0
         if self.schedule.free is FreeSlots.LIVE and self.version in self.training:
             return 0
-        return self.slots - len(self.open) - len(self.ready) - sum(self.training.values())
+        return self.slots - self._held
+
+    @property
+    def _held(self) -> int:
+        return len(self.open) + len(self.ready) + sum(self.training.values()) + self.dropped
 
     def admit(self, group: int, born: Version) -> None:
         """A new group takes a slot."""
@@ -80,15 +87,18 @@ class SampleBuffer:
 
     def put(self, group: Group) -> bool:
         """Store a complete group; False (and its slot is free) if it is already too old to train."""
-        del self.open[group.id]
+        self.discard(group.id)
         if self._late(group.oldest):
             return False
         self.ready[group.id] = group
         return True
 
     def discard(self, group: int) -> None:
-        """An open group is given up."""
+        """An open group has ended."""
         del self.open[group]
+        if group in self._dropping:
+            self._dropping.remove(group)
+            self.dropped += 1
 
     def _batch(self) -> list[Group]:
         return sorted(self.ready.values(), key=lambda g: (g.oldest, g.id))[: self.batch_groups]
@@ -131,6 +141,9 @@ class SampleBuffer:
         if self.stale is StalePolicy.WAIT and (evicted or hopeless):
             raise InvariantViolated(f"I1: policy wait let {len(evicted)} ready and {len(hopeless)} open groups grow "
                                     f"older than {self.alpha} versions")
+        if self.schedule.free is FreeSlots.LIVE:
+            self.dropped += len(evicted)
+            self._dropping.update(hopeless)
         return evicted, hopeless
 
     def advance(self, version: Version) -> None:
@@ -144,14 +157,16 @@ class SampleBuffer:
 
     def live(self, version: Version) -> int:
         """The weights of `version` are served: the slots that paid for them are free. Returns how many."""
+        self.dropped = 0
+        self._dropping.clear()
         return self.training.pop(version, 0)
 
     def check(self) -> None:
         """Raise InvariantViolated if the state contradicts the bound or the slots."""
-        held = len(self.open) + len(self.ready) + sum(self.training.values())
-        if held > self.slots:
+        if self._held > self.slots:
             raise InvariantViolated(f"I4: {len(self.open)} open + {len(self.ready)} ready + "
-                                    f"{sum(self.training.values())} training groups exceed {self.slots} slots")
+                                    f"{sum(self.training.values())} training + {self.dropped} dropped groups exceed "
+                                    f"{self.slots} slots")
         for group in self.ready.values():
             if self._late(group.oldest):
                 raise InvariantViolated(f"I1: ready group {group.id} is {self.due - group.oldest} versions old")
