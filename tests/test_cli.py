@@ -133,6 +133,14 @@ def test_an_unsupported_model_folder_is_named_with_what_is_supported(tmp_path):
             "gpt2", "llama")
 
 
+@pytest.mark.parametrize(("setting", "says"), [
+    (["reward.where=serve"], "is on serve, which is on the run's Ray cluster: train with --ray ADDRESS"),
+    (["weights.carrier=file", "weights.folder=/proc/no/folder"], "weights.folder = '/proc/no/folder' cannot be used")])
+def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path, setting, says):
+    sets = [part for one in setting for part in ("--set", one)]
+    refused(rollart("train", tiny_recipe(tmp_path), "--dry-run", *sets), says)
+
+
 def test_a_dry_run_writes_nothing(tmp_path):
     result = rollart("train", tiny_recipe(tmp_path), "--run", tmp_path / "run", "--dry-run")
     assert result.returncode == 0

@@ -43,7 +43,7 @@ from rollart.observe.invariants import Bounds, Invariants
 from rollart.observe.journal import Journal, Subscriber
 from rollart.observe.ledger import Ledger
 from rollart.observe.run_folder import RunFolder
-from rollart.parts import EngineCluster, Parts, check_parts, local_parts, make_engine, make_environments
+from rollart.parts import EngineCluster, Parts, check_parts, local_parts, make_engine, make_environments, reward_names
 from rollart.policy import Policy, Progress, context_tokens, first_policy, load_policy
 
 if TYPE_CHECKING:
@@ -292,6 +292,6 @@ async def _connect(stack: AsyncExitStack, recipe: Recipe) -> RayCluster:
 
 
 async def _scorers(stack: AsyncExitStack, recipe: Recipe, site: Site | None = None) -> Scorers:
-    scorers = await open_scorers({name: recipe.domain(name).reward for name in recipe.domains}, recipe.reward, site)
+    scorers = await open_scorers(reward_names(recipe), recipe.reward, site)
     stack.push_async_callback(scorers.close)
     return scorers

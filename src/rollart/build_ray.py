@@ -21,7 +21,7 @@ from rollart.control.mending import MendingTrainer
 from rollart.core.errors import ConfigError, EngineLost, EnvironmentFailed, TrainerLost
 from rollart.distributed import Need, Node, Placed, Role, affinity, place, render_plan, worker_class
 from rollart.observe.run_folder import RunFolder
-from rollart.parts import EngineCluster, Parts, check_parts, engine_ids, make_ranked
+from rollart.parts import EngineCluster, Parts, check_parts, engine_ids, make_ranked, reward_names
 from rollart.policy import Policy, cache_folder
 
 WORKERS: dict[Role, str] = {
@@ -57,8 +57,7 @@ def needs(recipe: Recipe) -> list[Need]:
 
 def on_serve(recipe: Recipe) -> dict[str, str]:
     """The rewards on Ray Serve: their functions by domain. Raises ConfigError."""
-    own = {name: recipe.domain(name).reward for name in recipe.domains}
-    return by_place(own, recipe.reward).get("serve", {})
+    return by_place(reward_names(recipe), recipe.reward, on_ray=True).get("serve", {})
 
 
 def serve_site(recipe: Recipe, folder: RunFolder, cluster: Any) -> Site | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollart.backends.process.environments import ProcessEnvironments
+from rollart.backends.scorers import by_place
 from rollart.config.recipe import Recipe
 from rollart.control.mending import MendingTrainer
 from rollart.core.clock import draw
@@ -155,9 +156,16 @@ def make_engine(id: str, pool: str, recipe: Recipe, policy: Policy, weights: Any
     return EmbeddedEngine(id, pool, policy.model, weights, recipe.engine, shares()[0])
 
 
+def reward_names(recipe: Recipe) -> dict[str, str]:
+    """Each domain's own reward."""
+    return {name: recipe.domain(name).reward for name in recipe.domains}
+
+
 def check_parts(recipe: Recipe, *, here: bool = True) -> None:
     """What can be refused before a run begins: what vLLM and the model do not allow, a weights.folder that cannot be
-    used. `here`: the parts are to run on this machine. Raises ConfigError."""
+    used, rewards on Ray Serve without Ray. `here`: the parts are to run on this machine. Raises ConfigError."""
+    if here:
+        by_place(reward_names(recipe), recipe.reward, on_ray=False)
     if here and recipe.weights.carrier == "file":
         from rollart.backends.weights import open_writer
 

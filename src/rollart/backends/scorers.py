@@ -144,7 +144,7 @@ class Scorers:
             await platform.close()
 
     async def _open(self, domains: Mapping[str, str], settings: RewardSettings) -> None:
-        for where, rewards in by_place(domains, settings).items():
+        for where, rewards in by_place(domains, settings, on_ray=self._site is not None).items():
             place = await self._place(where, rewards)
             self._all.append(place)
             self._places.update(dict.fromkeys(rewards, place))
@@ -163,9 +163,7 @@ class Scorers:
             room = min(settings.call.concurrency, elastic.max_instances * elastic.concurrency)
             settings = replace(settings, call=replace(settings.call, concurrency=room))
         if where == "serve":
-            if self._site is None:
-                raise ConfigError(f"the reward of {', '.join(rewards)} is on serve, which is on the run's Ray cluster: "
-                                  "train with --ray ADDRESS, or put it on elastic, the same on this machine")
+            assert self._site is not None, "by_place refuses serve without Ray"
             from rollart.backends.serverless.serve import ServePlatform
 
             transport = serve = ServePlatform(rewards, settings, *self._site)
@@ -184,8 +182,8 @@ class Scorers:
         return caller
 
 
-def by_place(domains: Mapping[str, str], settings: RewardSettings) -> dict[str, dict[str, str]]:
-    """Where which functions run, by domain. Raises ConfigError."""
+def by_place(domains: Mapping[str, str], settings: RewardSettings, *, on_ray: bool) -> dict[str, dict[str, str]]:
+    """Where which functions run, by domain. Raises ConfigError, also for `serve` in a run that is not `on_ray`."""
     out: dict[str, dict[str, str]] = {}
     for domain, own in domains.items():
         name = settings.functions.get(domain, own)
@@ -193,6 +191,9 @@ def by_place(domains: Mapping[str, str], settings: RewardSettings) -> dict[str, 
         if where == "serve":
             reward_function(name)  # before a cluster is joined
         out.setdefault(where, {})[domain] = name
+    if "serve" in out and not on_ray:
+        raise ConfigError(f"the reward of {', '.join(out['serve'])} is on serve, which is on the run's Ray cluster: "
+                          "train with --ray ADDRESS, or put it on elastic, the same on this machine")
     return out
 
 

@@ -258,6 +258,17 @@ def test_a_role_that_cannot_start_ends_the_start_and_leaves_nothing(logical, tmp
     assert idle(logical)
 
 
+def refused(logical, tmp_path, arguments, words):
+    """One line with these words, exit code 2, nothing left behind."""
+    path = tiny_recipe(tmp_path, extra=CLUSTER.format(address="", cluster="", folder=tmp_path / "weights", **BOUND))
+    given = [str(a).replace("{address}", logical.address) for a in arguments]
+    done = rollart("train", path, "--run", tmp_path / "run", *given)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--ray", "127.0.0.1:1"], "no Ray cluster at '127.0.0.1:1'"),
     (["--ray", "ray://head:10001"], "ray:// clients are not supported"),
@@ -268,10 +279,4 @@ def test_a_role_that_cannot_start_ends_the_start_and_leaves_nothing(logical, tmp
     (["--ray", "{address}", "--set", "pools.decode.replicas=9"], "no node has 1 free units for decode-"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2_before_anything_is_started(logical, tmp_path, arguments, words):
-    path = tiny_recipe(tmp_path, extra=CLUSTER.format(address="", cluster="", folder=tmp_path / "weights", **BOUND))
-    given = [str(a).replace("{address}", logical.address) for a in arguments]
-    done = rollart("train", path, "--run", tmp_path / "run", *given)
-    assert done.returncode == 2, done.stderr
-    assert words in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert not (tmp_path / "run").exists()
+    refused(logical, tmp_path, arguments, words)

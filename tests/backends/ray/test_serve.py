@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 import ray
 from ray import serve
-from test_cluster_run import BOUND, CLUSTER, Watch, idle, play, recipe
+from test_cluster_run import BOUND, CLUSTER, Watch, idle, play, recipe, refused
 
-from helpers import command, environment, rollart, tiny_recipe
+from helpers import command, environment, tiny_recipe
 from played import request
 from rollart.backends.ray.cluster import RayCluster
 from rollart.backends.ray.settings import ClusterSettings
@@ -241,13 +241,7 @@ def test_what_a_killed_run_leaves_falls_to_zero_and_ends_with_the_resumed_run(lo
      "pool 'H900' has no nodes in this cluster")])
 def test_what_cannot_be_served_is_one_line_and_exit_code_2_before_anything_is_started(logical, tmp_path, arguments,
                                                                                     says):
-    path = tiny_recipe(tmp_path, extra=CLUSTER.format(address="", cluster="", folder=tmp_path / "weights", **BOUND))
-    given = [str(a).replace("{address}", logical.address) for a in arguments]
-    done = rollart("train", path, "--run", tmp_path / "run", *given)
-    assert done.returncode == 2, done.stderr
-    assert says in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert not (tmp_path / "run").exists()
+    refused(logical, tmp_path, arguments, says)
 
 
 def test_without_ray_serve_the_pip_line_is_told(logical, tmp_path):
