@@ -33,8 +33,8 @@ def violated(name, what):
     raise InvariantViolated(f"{name}: {what}")
 
 
-def request(member=0, turn=0, context=1_000, tokens=1_000):
-    return GenerateRequest(TrajectoryId(0, member), turn, "game", Counted(context), tokens)
+def request(member=0, turn=0, context=1_000, tokens=1_000, group=0):
+    return GenerateRequest(TrajectoryId(group, member), turn, "game", Counted(context), tokens)
 
 
 def engine_of(id="e", cost=COST, says=lambda *_: 10**9):
@@ -254,6 +254,29 @@ def test_kv_that_is_full_evicts_what_is_idle_then_lets_wait_then_preempts():
         kept = sum(tokens for tokens, _ in engine.kv.values())
         assert engine._used == pytest.approx(kept), "nothing of an ended turn is held besides its KV"
         assert kept <= 2_500
+
+    run_virtual(main())
+
+
+def test_older_groups_are_served_first_and_the_youngest_gives_its_kv_back():
+    async def main():
+        engine = engine_of(cost=replace(COST, concurrent=1))
+        await engine.load_weights(Manifest(0, ""))
+        ended = []
+
+        async def turn(of, **more):
+            await of.generate(request(**more))
+            ended.append((more["group"], more["member"]))
+        turns = [(1, 0), (7, 0), (5, 1), (7, 1), (5, 0), (6, 0)]
+        await asyncio.gather(*[turn(engine, group=group, member=member) for group, member in turns])
+        assert ended == [(1, 0), (5, 1), (5, 0), (6, 0), (7, 0), (7, 1)]
+
+        tight = engine_of(cost=replace(COST, capacity=3_500))
+        await tight.load_weights(Manifest(0, ""))
+        ended.clear()
+        await asyncio.gather(*[turn(tight, group=group, member=0) for group in (3, 1, 2)])
+        assert tight.preempted >= 1
+        assert ended == [(1, 0), (2, 0), (3, 0)], "the first to come is of the youngest group"
 
     run_virtual(main())
 

@@ -1,8 +1,8 @@
 """A simulated inference replica: costs instead of work, and the same promises as `core.ports.Engine`.
 
-Each step decodes one token of every running sequence and prefills a chunk, first come, first served, at the seconds of
-`StepCost`; one event per turn and not per token. KV is a budget: what ended turns left is evicted, least recently used
-first, then new turns wait, and a sequence that no longer fits is preempted and computed again.
+Each step decodes one token of every running sequence and prefills a chunk at the seconds of `StepCost`; one event per
+turn and not per token. KV is a budget: what ended turns left is evicted, least recently used first, then new turns wait
+(older groups first), and a sequence that no longer fits is preempted and computed again.
 
 Keeps true: every sampled token has the version that was loaded when it was sampled; no request reads KV of other
 weights than those it decodes with (I5: raised here, because only the engine sees its cache); weights are swapped only
@@ -15,6 +15,7 @@ import asyncio
 import heapq
 import itertools
 from array import array
+from bisect import insort, insort_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -64,7 +65,7 @@ class SimEngine:
         self._prompts: dict[tuple[str, int], int] = {}
         self._turns: dict[int, _Turn] = {}
         self._numbers = itertools.count()
-        self._waiting: deque[int] = deque()
+        self._waiting: list[int] = []  # older groups first: they are the next to be too stale
         self._prefills: deque[int] = deque()
         self._ends: list[tuple[float, int]] = []  # heap of (decode step at which it ends, number)
         self._cached = 0  # tokens of `kv`
@@ -99,7 +100,7 @@ class SimEngine:
         if prefilled:
             self.kv[request.trajectory] = (len(request.context), self.version or 0)
             self._cached += len(request.context)
-        self._waiting.append(number)
+        insort(self._waiting, number, key=self._group)
         if not self._paused:
             self._advance()
             self._admit()
@@ -168,6 +169,9 @@ class SimEngine:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
+    def _group(self, number: int) -> int:
+        return self._turns[number].request.trajectory.group
+
     def _alive(self) -> None:
         if not self.up:
             raise EngineLost(f"{self.id} is down")
@@ -213,7 +217,7 @@ class SimEngine:
             context = len(request.context) + turn.done
             if not self._fit(context + 1) and (self._prefills or self._decoding):
                 return  # its own KV is gone too: it made room
-            self._waiting.popleft()
+            del self._waiting[0]
             if request.turn == 0 and not cached and self.cost.share_prompts:
                 cached = self._prompts.get((request.trajectory.kind, request.trajectory.group), 0)
             self._queue_prefill(number, min(cached, context - 1))
@@ -330,15 +334,16 @@ class SimEngine:
         self._cached += context
 
     def _preempt(self) -> None:
-        """The youngest decoding turn gives its KV back and waits at the head of the line."""
-        number = max(n for n, turn in self._turns.items() if turn.start is not None)
+        """The youngest decoding turn of the youngest group gives its KV back and waits, at the head of its group."""
+        decoding = (number for number, turn in self._turns.items() if turn.start is not None)
+        number = max(decoding, key=lambda number: (self._group(number), number))
         if self._decoding == 1 and not self._prefills:
             return  # alone it may use more than there is, rather than wait for ever
         turn = self._turns[number]
         self._unstart(number)
         self._held -= turn.held
         turn.held = 0
-        self._waiting.appendleft(number)
+        insort_left(self._waiting, number, key=self._group)
         self.preempted += 1
 
     def _sampled(self, turn: _Turn) -> int:

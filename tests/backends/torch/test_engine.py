@@ -31,8 +31,8 @@ def policy(seed):
 MODELS = {version: policy(version) for version in (0, 1, 2)}
 
 
-def request(member=0, context=range(1, 12), max_tokens=12, seed=7, turn=0, **more):
-    return GenerateRequest(TrajectoryId(0, member), turn, "d", ids(context), max_tokens, seed=seed, **more)
+def request(member=0, context=range(1, 12), max_tokens=12, seed=7, turn=0, group=0, **more):
+    return GenerateRequest(TrajectoryId(group, member), turn, "d", ids(context), max_tokens, seed=seed, **more)
 
 
 def expected_logprobs(context, completion, sampling=Sampling()):  # noqa: B008 - frozen
@@ -292,6 +292,20 @@ def test_what_cannot_fit_waits_and_idle_kv_goes_oldest_first():
         await engine.suspend()
         engine.check()
     running(test, kv_tokens=200)
+
+
+def test_older_groups_are_served_first_and_equals_in_the_order_of_their_arrival():
+    async def test(engine, weights):
+        ended = []
+
+        async def turn(group, member, turn):
+            await engine.generate(request(member, turn=turn, group=group))
+            ended.append((group, member))
+        running = asyncio.ensure_future(engine.generate(request(9, max_tokens=40)))
+        await sampled(engine, 2)
+        await asyncio.gather(running, *[turn(*of) for of in ((7, 0, 0), (5, 1, 0), (7, 1, 3), (5, 0, 2), (6, 0, 0))])
+        assert ended == [(5, 1), (5, 0), (6, 0), (7, 0), (7, 1)]
+    running(test, max_concurrent=1)
 
 
 def test_many_trajectories_of_many_turns_with_random_aborts_keep_the_accounting_exact():

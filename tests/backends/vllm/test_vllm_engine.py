@@ -39,8 +39,8 @@ def manifest(version):
     return Manifest(version, f"test:{version}")
 
 
-def request(prompt=PROMPT, tokens=16, temperature=0.0, member=0, **rest):
-    return GenerateRequest(TrajectoryId(0, member), 0, "test", ids(prompt), tokens, Sampling(temperature, **rest),
+def request(prompt=PROMPT, tokens=16, temperature=0.0, member=0, group=0, **rest):
+    return GenerateRequest(TrajectoryId(group, member), 0, "test", ids(prompt), tokens, Sampling(temperature, **rest),
                            seed=member)
 
 
@@ -117,6 +117,26 @@ def test_versions_in_flight_are_recorded_and_kv_never_crosses_them(served, loop)
         _, logprobs = reference(folders[version % 2], PROMPT, done.tokens)
         gap = (torch.tensor(done.logprobs) - logprobs).abs()[start:end]
         assert gap.max() < 1e-4, (version, start, end, gap.max())
+
+
+def test_older_groups_are_served_first(served, loop):
+    _, engine, _ = served
+    groups = [*range(80, 0, -1)]  # five times as many as run at once
+    ended = []
+
+    async def turn(group):
+        await engine.generate(request(tokens=24, group=group))
+        ended.append(group)
+
+    async def all_at_once():
+        await engine.suspend()
+        turns = [asyncio.create_task(turn(group)) for group in groups]
+        await asyncio.sleep(0.5)
+        await engine.resume()
+        await asyncio.gather(*turns)
+
+    loop.run_until_complete(all_at_once())
+    assert set(ended[-16:]) == set(range(65, 81)), ended
 
 
 def test_prefix_cache_is_used_within_a_version_and_dropped_with_it(served, loop):

@@ -13,6 +13,7 @@ import asyncio
 import random
 import threading
 from array import array
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
@@ -62,7 +63,7 @@ class EmbeddedEngine:
 
     def _clear(self) -> None:
         self._commands.clear()
-        self._waiting: deque[Running] = deque()
+        self._waiting: list[Running] = []  # older groups first: they are the next to be too stale
         self._rows: list[Running | None] = [None] * self._settings.max_concurrent
         self._parked: dict[TrajectoryId, Parked] = {}  # least recently used first
         self._batch: Batch | None = None
@@ -184,7 +185,7 @@ class EmbeddedEngine:
         if turn.limit <= 0:
             turn.done(turn.completion(Finish.LENGTH, self.id, self.version or 0))
         else:
-            self._waiting.append(turn)
+            insort(self._waiting, turn, key=lambda turn: turn.request.trajectory.group)
 
     def _abort(self, turn: Running) -> None:
         if turn in self._waiting:
@@ -274,7 +275,7 @@ class EmbeddedEngine:
             len(parked.ids) for parked in list(self._parked.values()))
 
     def _admit(self) -> None:
-        """Give rows to waiting requests, oldest first, while rows and the KV budget last."""
+        """Give rows to waiting requests, older groups first, while rows and the KV budget last."""
         free = [row for row, turn in enumerate(self._rows) if turn is None]
         budget = self._settings.kv_tokens
         while self._waiting and free:
@@ -290,7 +291,7 @@ class EmbeddedEngine:
                 turn.filled = min(len(parked.ids), len(turn.ids) - 1)
                 self._runner.put(row, parked.kept, turn.filled)
                 self._reused += turn.filled
-            self._rows[row] = self._waiting.popleft()
+            self._rows[row] = self._waiting.pop(0)
             self._batch = None
 
     def _prefill(self) -> bool:

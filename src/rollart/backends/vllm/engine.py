@@ -143,7 +143,8 @@ class VLLMEngine(BaseEngine):
                                 max_tokens=limit, stop_token_ids=list(request.stop), ignore_eos=True, logprobs=0,
                                 seed=request.seed, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         try:
-            async for out in self._llm.generate({"prompt_token_ids": list(request.context)}, wanted, name):
+            prompt = {"prompt_token_ids": list(request.context)}
+            async for out in self._llm.generate(prompt, wanted, name, priority=request.trajectory.group):
                 final = out.outputs[0]
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineLost(f"engine {self.id}: {type(error).__name__}: {error}"[:500], self._partial(name)) from None
@@ -200,6 +201,7 @@ def _arguments(folder: Path, settings: VLLMSettings, context: int) -> Any:
     return AsyncEngineArgs(
         model=str(folder), skip_tokenizer_init=True, load_format="dummy", dtype=settings.dtype,
         max_model_len=context or None, max_num_seqs=settings.max_concurrent,
+        scheduling_policy="priority",  # older groups first: they are the next to be too stale
         max_num_batched_tokens=max(settings.prefill_chunk, settings.max_concurrent),
         kv_cache_memory_bytes=int(kv_gb * 1e9) or None, gpu_memory_utilization=settings.gpu_memory_utilization,
         tensor_parallel_size=settings.tensor_parallel,
