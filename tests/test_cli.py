@@ -237,10 +237,14 @@ def test_resume_and_eval_of_what_is_not_there_are_refused(tmp_path):
 
 
 def test_eval_plays_a_runs_newest_checkpoint(finished):
-    result = rollart("eval", finished, "--tasks", "3", "--json")
+    result = rollart("eval", finished, "--tasks", "3", "--samples", "2", "--json")
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
     assert {name: f["tasks"] for name, f in figures.items()} == {"frozen_lake": 3, "calculator": 3}
+    assert all(f["success"] == pytest.approx(f["pass_at"][0]) and f["pass_at"][0] <= f["pass_at"][1]
+               for f in figures.values())
+    refused(rollart("eval", finished, "--samples", "2", "--set", "evaluation.sampling.temperature=0"), "samples = 2",
+            "temperature")
 
 
 def test_eval_plays_a_bare_checkpoint_folder_with_the_recipe_that_has_the_domains(finished, tmp_path):

@@ -253,14 +253,14 @@ def _evaluator(recipe: Recipe, services: Services, parts: Parts, changed: Change
                               sampling=recipe.evaluation.sampling)
     domains = [recipe.domain(name) for name in recipe.domains]
     tasks = [domain.task(i, "eval") for i in range(recipe.evaluation.tasks) for domain in domains]
-    return Evaluator(own, tasks, concurrent=recipe.evaluation.concurrent, cluster=parts.cluster)
+    return Evaluator(own, tasks, samples=recipe.evaluation.samples, concurrent=recipe.evaluation.concurrent,
+                     cluster=parts.cluster)
 
 
-async def evaluate_policy(recipe: Recipe, folder: Path, tasks: int) -> tuple[EvalResult, ...]:
+async def evaluate_policy(recipe: Recipe, folder: Path) -> tuple[EvalResult, ...]:
     """Held-out success of a checkpoint folder, as `rollart eval` prints it."""
     from rollart.backends.weights.memory import MemoryWeights
 
-    recipe = dataclasses.replace(recipe, evaluation=dataclasses.replace(recipe.evaluation, tasks=tasks))
     policy = load_policy(folder, recipe)
     weights = MemoryWeights()
     manifest: Manifest = weights.put(0, policy.model.state_dict())

@@ -206,6 +206,8 @@ def evaluate(
     target: Annotated[Path, typer.Argument(help="A run folder (its newest checkpoint) or a checkpoint folder.")],
     recipe: Annotated[Path | None, typer.Option(help="Recipe with the domains, for a bare checkpoint folder.")] = None,
     tasks: Annotated[int, typer.Option(min=1, help="Held-out tasks per domain.")] = 64,
+    samples: Annotated[int | None, typer.Option(min=1, help="Attempts at each task, for pass@k.  [default: the "
+                                                            "recipe's]", show_default=False)] = None,
     sets: Sets = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -214,11 +216,12 @@ def evaluate(
         from rollart.config.toml import override
 
         folder = RunFolder(target)
+        sets = [*(sets or []), f"evaluation.tasks={tasks}", *([f"evaluation.samples={samples}"] if samples else [])]
         if folder.database.exists():
             if recipe:
                 raise ConfigError(f"{target} is a run with a recipe of its own: leave --recipe out")
             tables = folder.read_config()
-            override(tables, sets or [])
+            override(tables, sets)
             settings, newest = from_tables(tables), folder.newest_checkpoint()
             if newest is None:
                 raise ConfigError(f"{target} has no whole checkpoint yet: wait for one, or name a checkpoint folder")
@@ -227,26 +230,27 @@ def evaluate(
             raise ConfigError(f"{target} is not a run folder (no config.json of a run): for a checkpoint folder, name "
                               "the recipe that has the domains with --recipe")
         else:
-            settings, path = load_recipe(recipe, sets or []), target
+            settings, path = load_recipe(recipe, sets), target
         from rollart.build import evaluate_policy
 
         try:
-            results = asyncio.run(evaluate_policy(settings, path, tasks))
+            results = asyncio.run(evaluate_policy(settings, path))
         except ConfigError:
             newest = folder.newest_checkpoint() if folder.database.exists() else None
             if newest is None or newest[1] == path:
                 raise
             path = newest[1]  # a run that goes on has removed the older one meanwhile
-            results = asyncio.run(evaluate_policy(settings, path, tasks))
+            results = asyncio.run(evaluate_policy(settings, path))
         if not results:
             raise RunError(f"{path} could not be evaluated: the engine was lost")
     if as_json:
         typer.echo(json.dumps({r.domain: {"success": r.success, "reward": r.reward, "tasks": r.tasks,
-                                          "failed": r.failed} for r in results}))
+                                          "failed": r.failed, "pass_at": r.pass_at} for r in results}))
         return
     for r in results:
         failed = f", {r.failed} failed" if r.failed else ""
-        console.print(f"{escape(r.domain):20} success {r.success:.3f}   reward {r.reward:.3f}   "
+        passed = "".join(f"pass@{k} {r.pass_at[k - 1]:.3f}   " for k in range(2, len(r.pass_at) + 1))
+        console.print(f"{escape(r.domain):20} success {r.success:.3f}   {passed}reward {r.reward:.3f}   "
                       f"{r.tasks} tasks{failed}")
 
 

@@ -42,8 +42,31 @@ def test_the_summary_is_per_domain_in_the_tasks_order_and_failed_episodes_are_no
     failed = type(failed)(failed.id, task(9, "math"), failed.prompt, failed.start, (), Outcome.FAILED)
     solved = [type(t)(t.id, t.task, t.prompt, t.start, t.turns, t.outcome, Score(float(n), n == 3))
               for n, t in enumerate(played)]
-    assert summarise([failed, *solved], 7) == (EvalResult("math", 7, 1, 0.0, 0.0, 1),
-                                               EvalResult("game", 7, 4, 0.25, 1.5, 0))
+    assert summarise([failed, *solved], 7) == (EvalResult("math", 7, 1, 0.0, 0.0, 1, (0.0,)),
+                                               EvalResult("game", 7, 4, 0.25, 1.5, 0, (0.25,)))
+
+
+def test_more_than_one_attempt_at_a_task_gives_pass_at_k() -> None:
+    won = {0: (1, 0, 0), 1: (1, 1, 0), 2: (0, 0, 0)}  # successes of three attempts at each task
+    played = [type(t)(t.id, task(number), t.prompt, t.start, t.turns, t.outcome, Score(float(success), bool(success)))
+              for number, successes in won.items() for success in successes for t in [trajectory(0, 0)]]
+    (result,) = summarise(played, 0)
+    assert (result.tasks, result.success) == (3, 3 / 9)
+    assert result.pass_at == pytest.approx(((1 / 3 + 2 / 3) / 3, (2 / 3 + 1) / 3, 2 / 3))
+
+
+def test_each_task_gets_its_attempts() -> None:
+    async def main() -> None:
+        r = rig()
+        await r.serve()
+        assert r.evaluator is not None
+        assert r.sync.current is not None
+        evaluator = Evaluator(r.evaluator._s, TASKS, samples=2)
+        results = await evaluator.run(r.sync.current, r.sync)
+        assert [e.trajectory.task for e in r.log.of(EvalTrajectory)] == [t for t in TASKS for _ in range(2)]
+        assert [(result.tasks, len(result.pass_at)) for result in results] == [(3, 2), (3, 2)]
+
+    run_virtual(main())
 
 
 def test_every_task_is_played_once_at_the_pinned_version_and_scored() -> None:
@@ -54,7 +77,8 @@ def test_every_task_is_played_once_at_the_pinned_version_and_scored() -> None:
         assert r.sync.current is not None
         results = await r.evaluator.run(r.sync.current, r.sync)
         assert [e.trajectory.task for e in r.log.of(EvalTrajectory)] == TASKS
-        assert results == (EvalResult("game", 0, 3, 1 / 3, 1 / 3), EvalResult("math", 0, 3, 2 / 3, 2 / 3))
+        assert results == (EvalResult("game", 0, 3, 1 / 3, 1 / 3, 0, (1 / 3,)),
+                           EvalResult("math", 0, 3, 2 / 3, 2 / 3, 0, (2 / 3,)))
         assert not r.log.of(TrajectoryStarted, TrajectoryEnded)  # outside the ledger's counts
         assert (r.rollout.dispatched, len(r.buffer.open)) == (0, 0)
         assert {str(e.trajectory.id) for e in r.log.of(EvalTrajectory)} == {f"e0.{n}" for n in range(6)}

@@ -88,6 +88,7 @@ def test_reproducing_prints_ours_beside_the_papers_and_writes_the_page(console, 
                 Row("known", (2.0, 2.0), 2.0, fitted=True)]
 
     monkeypatch.setitem(TABLES, "two", Table("two", "Two systems", rows, note="Why."))
+    (tmp_path / "sensitivity.md").write_text("an earlier one")
     result = reproduce.reproduce_tables(["two"], console=console, processes=1, folder=tmp_path)
     assert result["two"]["paper"] == [[1.0, 9.0], [9.0, 9.0], [2.0, 2.0]]
     assert 1 < result["two"]["ours"][0] < 9
@@ -97,6 +98,8 @@ def test_reproducing_prints_ours_beside_the_papers_and_writes_the_page(console, 
     assert "| far | 9 |" in page
     assert "differs" in page
     assert "| `push_bytes_per_s` |" in page
+    assert "](sensitivity.md)" in page
+    assert (tmp_path / "sensitivity.md").read_text() == "an earlier one"
     assert "<svg" in (tmp_path / "reproduction" / "two.svg").read_text()
     with pytest.raises(ConfigError, match=r"no table tow.*two"):
         reproduce.reproduce_tables(["tow"], console=console)

@@ -48,15 +48,20 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """tasks: held-out tasks per domain (0: no evaluation). concurrent: episodes at once. sampling: how they sample."""
+    """tasks: held-out tasks per domain (0: no evaluation). samples: attempts at each, for pass@k. concurrent: episodes
+    at once. sampling: how they sample."""
 
     tasks: int = 64
+    samples: int = 1
     concurrent: int = 64
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
         at_least(self, 0, "tasks")
-        at_least(self, 1, "concurrent")
+        at_least(self, 1, "samples", "concurrent")
+        if self.samples > 1 and self.sampling.temperature == 0:
+            raise ValueError(f"samples = {self.samples} with sampling.temperature = 0 plays one episode "
+                             f"{self.samples} times: set samples = 1 or a temperature above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

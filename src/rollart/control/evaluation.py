@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 
+from rollart.algo.advantages import pass_at_k
 from rollart.control.env_manager import EnvManager, Services
 from rollart.control.weight_sync import WeightSync
 from rollart.core.clock import now
@@ -27,18 +28,19 @@ RESTART_SECONDS = 300.0
 class Evaluator:
     """`services.proxy` must lead to engines that only the evaluator updates; `cluster` starts a lost one again.
 
-    `concurrent`: episodes at once.
+    `samples`: attempts at each task. `concurrent`: episodes at once.
     """
 
-    def __init__(self, services: Services, tasks: Sequence[Task], *, concurrent: int = 64,
+    def __init__(self, services: Services, tasks: Sequence[Task], *, samples: int = 1, concurrent: int = 64,
                  cluster: Cluster | None = None) -> None:
         if concurrent < 1:
             raise ValueError(f"evaluation needs at least 1 concurrent episode; got {concurrent}")
-        self._s, self._tasks, self._concurrent, self._cluster = services, tasks, concurrent, cluster
+        self._s, self._tasks = services, [task for task in tasks for _ in range(samples)]
+        self._concurrent, self._cluster = concurrent, cluster
         self.number = 0
 
     async def run(self, manifest: Manifest, sync: WeightSync | None = None) -> tuple[EvalResult, ...]:
-        """Play every task once; one result per domain, in the tasks' order. Failed episodes count as not solved.
+        """Play every task; one result per domain, in the tasks' order. Failed episodes count as not solved.
 
         Without an engine that comes up and stays up there is no result, rather than a success of 0.
         """
@@ -84,11 +86,18 @@ class Evaluator:
 
 
 def summarise(trajectories: Sequence[Trajectory], version: int) -> tuple[EvalResult, ...]:
-    """Mean success and reward per domain; a failed episode is counted, and is not a success."""
+    """Mean success and reward per domain; a failed episode is counted, and is not a success. Every task of a domain
+    has as many attempts."""
     out = []
     for domain in dict.fromkeys(t.task.domain for t in trajectories):
         mine = [t for t in trajectories if t.task.domain == domain]
         scores = [t.score for t in mine if t.good and t.score is not None]
-        out.append(EvalResult(domain, version, len(mine), sum(s.success for s in scores) / len(mine),
-                              math.fsum(s.value for s in scores) / len(mine), len(mine) - len(scores)))
+        solved = dict.fromkeys((t.task.id for t in mine), 0)
+        for t in mine:
+            solved[t.task.id] += t.good and t.score is not None and t.score.success
+        samples = len(mine) // len(solved)
+        pass_at = tuple(math.fsum(pass_at_k(samples, c, k) for c in solved.values()) / len(solved)
+                        for k in range(1, samples + 1))
+        out.append(EvalResult(domain, version, len(solved), sum(s.success for s in scores) / len(mine),
+                              math.fsum(s.value for s in scores) / len(mine), len(mine) - len(scores), pass_at))
     return tuple(out)

@@ -309,7 +309,8 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Held-out success of one domain at one pinned version."""
+    """Held-out success of one domain at one pinned version. `pass_at[k - 1]`: the chance that one of k attempts at a
+    task succeeds, for k up to the attempts made; `failed`: attempts that failed."""
 
     domain: str
     version: Version
@@ -317,7 +318,7 @@ class EvalResult:
     success: float
     reward: float
     failed: int = 0
-
+    pass_at: tuple[float, ...] = ()
 
 
 

@@ -140,7 +140,7 @@ def _sensitivity(console: Console, processes: int, seed: int) -> dict[str, dict[
 
 def write_page(folder: Path, tables: Sequence[Table], rows: Mapping[str, Sequence[Row]],
                moved: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """reproduction.md and its plots. Raises RunError."""
+    """reproduction.md and its plots; sensitivity.md if it was asked for (an older one stays). Raises RunError."""
     predicted = [row for shown in rows.values() for row in shown if not row.fitted]
     within = sum(row.within for row in predicted)
     out = [_INTRO, f"**{within} of {len(predicted)}** predicted numbers lie inside the paper's range or within "
@@ -156,7 +156,12 @@ def write_page(folder: Path, tables: Sequence[Table], rows: Mapping[str, Sequenc
                         f"| {row.label} | {_range(row)} | {row.ours:.2f} | {_verdict(row)} |" for row in shown) + "\n"]
             if table.note:
                 out.append(table.note + "\n")
-        out += [_constants(), *([_moved(moved)] if moved else [])]
+        out.append(_constants())
+        sensitivity = folder / "sensitivity.md"
+        if moved:
+            atomic_write(sensitivity, _moved(moved))
+        if sensitivity.exists():
+            out.append("[How the headlines move](sensitivity.md) when an assumed constant is halved or doubled.\n")
         atomic_write(folder / "reproduction.md", "\n".join(out))
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error.strerror}") from error
@@ -193,8 +198,9 @@ _SHOWN = ("turns", "prompt", "observation", "action", "open_s", "step_s", "rewar
 
 def _moved(moved: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     names = list(next(iter(moved.values())))
-    lines = ["## How the headlines move\n", "14B on half of the paper's cluster, when an assumed constant is "
-             "halved / as it is / doubled (efficiencies at most 1):\n", "| constant | " + " | ".join(moved) + " |",
+    lines = ["# How the headlines move\n", "Written by `rollart reproduce --write docs --sensitivity`: 14B on half of "
+             "the paper's cluster, when an assumed constant is halved / as it is / doubled (efficiencies at most 1):\n",
+             "| constant | " + " | ".join(moved) + " |",
              "|---" * (len(moved) + 1) + "|"]
     for name in names:
         cells = [" / ".join(f"{v:.2f}" for v in shown[name]) for shown in moved.values()]
