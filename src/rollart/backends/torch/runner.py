@@ -139,8 +139,8 @@ class Runner:
         self._kv, self._routes, self.capacity = grown, routes, (new_rows, new_length)
         self._flat = [layer.view(-1, config.head_dim) for layer in grown]
         shape = (2, new_rows, config.kv_heads)
-        starts = torch.arange(math.prod(shape), device=self.device).view(shape) * new_length
-        self._starts = starts.transpose(0, 1).reshape(new_rows, 2 * config.kv_heads)  # [rows, 2K], into flat
+        self._blocks = torch.arange(math.prod(shape), device=self.device).view(shape)  # of new_length positions each
+        self._starts = self._blocks.transpose(0, 1).reshape(new_rows, -1) * new_length  # [rows, 2K], into flat
 
     @property
     def scratch(self) -> int:
@@ -210,6 +210,7 @@ class Runner:
         mask = self._nothing if mask is None else mask
         x = F.embedding(tokens, self.model.model.embed_tokens.weight)
         cos, sin, flat = self._cos[positions], self._sin[positions], places.flatten()
+        blocks = None if index is None else self._blocks[:, index].flatten()
         for i, layer in enumerate(self._layers):
             mixed = F.linear(layer.before(x), layer.qkv, layer.qkv_bias).view(n * t, heads + 2 * kv_heads, width)
             turned = mixed[:, :heads + kv_heads]
@@ -220,12 +221,14 @@ class Runner:
                 0, flat, torch.cat([turned[:, heads:], mixed[:, heads + kv_heads:]], 1).view(-1, width))
             if i == len(self._layers) - 1 and not last:
                 break
-            keys, values = self._kv[i, :, :n, :, :longest] if index is None else (
-                self._kv[i, :, :, :, :longest].index_select(1, index))
+            if index is None:
+                keys, values = self._kv[i, :, :n, :, :longest].flatten(1, 2)
+            else:  # over dimension 0, for over any other one index_select first copies all rows
+                keys, values = self._kv[i].flatten(0, 2)[:, :longest].index_select(0, blocks).chunk(2)
             q = turned[:, :heads].reshape(n, t, kv_heads, groups, width).permute(0, 2, 3, 1, 4).reshape(
                 n * kv_heads, groups * t, width)
-            scores = torch.baddbmm(mask, q, keys.flatten(0, 1).transpose(1, 2), beta=beta, alpha=scale).softmax(-1)
-            seen = torch.bmm(scores, values.flatten(0, 1)).view(n, kv_heads, groups, t, width)
+            scores = torch.baddbmm(mask, q, keys.transpose(1, 2), beta=beta, alpha=scale).softmax(-1)
+            seen = torch.bmm(scores, values).view(n, kv_heads, groups, t, width)
             x = torch.addmm(x, seen.permute(0, 3, 1, 2, 4).reshape(n * t, heads * width), layer.out)
             if layer.out_bias is not None:
                 x += layer.out_bias
