@@ -83,11 +83,11 @@ async def run(arguments: argparse.Namespace) -> list[dict[str, float | str]]:
             speeds.setdefault(("engine", n), []).append(await ours(engine, prompts[:n], new))
             speeds.setdefault(("generate", n), []).append(theirs(their_model, prompts[:n], new))
         for keep in (True, False):
-            speeds.setdefault(("turns", keep), []).append(await ours(engine, prompts[:16], 16, turns=8, keep=keep))
+            speeds.setdefault(("turns", keep), []).append(await ours(engine, prompts, 16, turns=8, keep=keep))
     await engine.close()
     medians = {key: statistics.median(values) for key, values in speeds.items()}
     rows = [(f"{n} trajectories", medians["engine", n], "transformers generate", medians["generate", n]) for n in sizes]
-    rows.append(("16 trajectories of 8 turns", medians["turns", True], "the same, KV dropped between turns",
+    rows.append(("64 trajectories of 8 turns", medians["turns", True], "the same, KV dropped between turns",
                  medians["turns", False]))
     return [{"row": row, "tokens_per_second": mine, "against": against, "their_tokens_per_second": other,
              "ratio": mine / other} for row, mine, against, other in rows]

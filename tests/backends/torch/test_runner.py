@@ -63,6 +63,19 @@ def test_capacity_grows_by_doubling_up_to_its_limit_and_shrinks_by_clear():
     assert runner.capacity == (0, 0)
 
 
+def test_no_pass_copies_the_rows_that_are_not_its_own():
+    """It did: half of the engine's time went into it."""
+    runner = Runner(shaped(), 200, 300, torch.float32, torch.device("cpu"))
+    runner.load(Transformer(runner.config).state_dict())
+    runner.reserve(200, 300)
+    with torch.inference_mode(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
+                                                        profile_memory=True) as seen:
+        runner.prefill([7, 190], [100, 40], [[1] * 12, [2] * 10])
+        runner.decode(torch.tensor([3, 4]), torch.tensor([112, 50]), 113, False)
+    most = max(event.cpu_memory_usage for event in seen.events())
+    assert 0 < most < 0.05 * runner._kv[0].nbytes
+
+
 def test_loading_fills_the_fused_weights():
     config = shaped()
     runner, other = Runner(config, 1, 300, torch.float32, torch.device("cpu")), Transformer(config)
