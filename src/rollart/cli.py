@@ -249,7 +249,9 @@ def evaluate(
         return
     for r in results:
         failed = f", {r.failed} failed" if r.failed else ""
-        passed = "".join(f"pass@{k} {r.pass_at[k - 1]:.3f}   " for k in range(2, len(r.pass_at) + 1))
+        most = len(r.pass_at)
+        passed = "".join(f"pass@{k} {r.pass_at[k - 1]:.3f}   " for k in range(2, most + 1)
+                         if k == most or k & (k - 1) == 0)
         console.print(f"{escape(r.domain):20} success {r.success:.3f}   {passed}reward {r.reward:.3f}   "
                       f"{r.tasks} tasks{failed}")
 

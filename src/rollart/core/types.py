@@ -321,7 +321,6 @@ class EvalResult:
     pass_at: tuple[float, ...] = ()
 
 
-
 @dataclass(frozen=True, slots=True)
 class Unfinished:
     """A group that a crash cut off: what it had, and how many members it had started (ids go on from there)."""
