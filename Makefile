@@ -57,10 +57,14 @@ test-vllm: .venv-vllm/.done  ## Tests of vLLM engines on a CPU, in an environmen
 	test -e .venv-vllm/smollm2/config.json || .venv-vllm/bin/python benchmarks/smollm2.py .venv-vllm/smollm2
 	OMP_NUM_THREADS=1 ROLLART_SMOLLM2=$$PWD/.venv-vllm/smollm2 .venv-vllm/bin/python -m pytest tests/backends/vllm
 
-test-envs:  ## Adapters on real environments of eight libraries, in a virtual environment of their own (.venv-envs)
+.venv-envs/.done: pyproject.toml
+	@echo "installing the libraries of eight kinds of environments into .venv-envs (some minutes) ..."
 	$(PYTHON) -m venv .venv-envs
 	.venv-envs/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout \
 	  -e '.[envs,gem,textarena,reasoning-gym,verifiers,openenv,mcp]' 'openenv>=0.10,<0.11'
+	@touch $@
+
+test-envs: .venv-envs/.done  ## Adapters on real environments of eight libraries, in an environment of their own
 	.venv-envs/bin/python -m pytest tests/adapters
 
 bench: $(VENV)/.dev  ## The benchmarks, one after the other (about half an hour)
@@ -79,4 +83,4 @@ reproduce: $(VENV)/.run  ## The paper's tables in simulation, into docs/ (about 
 	$(BIN)/rollart reproduce --write docs
 
 clean:  ## Remove the virtual environment and caches (not runs/)
-	rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-vllm .venv-envs .mypy_cache .ruff_cache .pytest_cache

@@ -129,7 +129,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     groups = grouped(lines)
     domains = next(iter(groups.values()))[0]["domains"]
     head = ["algorithm", "alpha", "seeds", *(f"{d}" for d in domains), "mean gain (each seed)", "staleness", "ESS",
-            "mismatch KL", "clipped", "s"]
+            "mismatch KL", "clipped"]
     rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for (name, alpha), runs in groups.items():
         cells = [name, str(alpha), str(len(runs))]
@@ -138,8 +138,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
             cells.append(f"{before:.2f} -> {after:.2f}")
         gains = [statistics.fmean(r["after"][d] - r["before"][d] for d in domains) for r in runs]
         cells.append(f"{statistics.fmean(gains):+.2f} ({', '.join(f'{gain:+.2f}' for gain in gains)})")
-        for column, digits in (("staleness_mean", 2), ("importance_ess", 3), ("mismatch_kl", 4), ("clip_fraction", 3),
-                               ("seconds", 0)):
+        for column, digits in (("staleness_mean", 2), ("importance_ess", 3), ("mismatch_kl", 4), ("clip_fraction", 3)):
             seen = [run[column] for run in runs if run[column] is not None]
             cells.append(f"{statistics.fmean(seen):.{digits}f}" if seen else "")
         rows.append("| " + " | ".join(cells) + " |")

@@ -44,10 +44,10 @@ def close(episode):
 
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         try:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             status, answer = 200, {"/open": open_episode, "/step": step, "/close": close}[self.path](**body)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             status, answer = 400, {"error": repr(error)}
         self.send_response(status)
         self.end_headers()

@@ -18,7 +18,7 @@ import typer
 from rich.markup import escape
 
 from rollart import __version__, cli_sim
-from rollart.cli_base import Sets, clear_errors, console, errors, tell
+from rollart.cli_base import Sets, clear_errors, console, tell
 from rollart.cli_reward import reward_app
 from rollart.config.recipe import Recipe, from_tables, load_recipe
 from rollart.core.errors import ConfigError, RunError, first_error
@@ -205,7 +205,8 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 def evaluate(
     target: Annotated[Path, typer.Argument(help="A run folder (its newest checkpoint) or a checkpoint folder.")],
     recipe: Annotated[Path | None, typer.Option(help="Recipe with the domains, for a bare checkpoint folder.")] = None,
-    tasks: Annotated[int, typer.Option(min=1, help="Held-out tasks per domain.")] = 64,
+    tasks: Annotated[int | None, typer.Option(min=1, help="Held-out tasks per domain.  [default: the recipe's]",
+                                              show_default=False)] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Attempts at each task, for pass@k.  [default: the "
                                                             "recipe's]", show_default=False)] = None,
     sets: Sets = None,
@@ -216,7 +217,8 @@ def evaluate(
         from rollart.config.toml import override
 
         folder = RunFolder(target)
-        sets = [*(sets or []), f"evaluation.tasks={tasks}", *([f"evaluation.samples={samples}"] if samples else [])]
+        given = {"tasks": tasks, "samples": samples}
+        sets = [*(sets or []), *(f"evaluation.{key}={value}" for key, value in given.items() if value)]
         if folder.database.exists():
             if recipe:
                 raise ConfigError(f"{target} is a run with a recipe of its own: leave --recipe out")
@@ -231,6 +233,8 @@ def evaluate(
                               "the recipe that has the domains with --recipe")
         else:
             settings, path = load_recipe(recipe, sets), target
+        if not settings.evaluation.tasks:
+            raise ConfigError("evaluation.tasks = 0 leaves nothing to play: set --tasks")
         from rollart.build import evaluate_policy
 
         try:
@@ -248,12 +252,12 @@ def evaluate(
                                           "failed": r.failed, "pass_at": r.pass_at} for r in results}))
         return
     for r in results:
-        failed = f", {r.failed} failed" if r.failed else ""
+        failed = f", {r.failed} attempts failed" if r.failed else ""
         most = len(r.pass_at)
         passed = "".join(f"pass@{k} {r.pass_at[k - 1]:.3f}   " for k in range(2, most + 1)
                          if k == most or k & (k - 1) == 0)
         console.print(f"{escape(r.domain):20} success {r.success:.3f}   {passed}reward {r.reward:.3f}   "
-                      f"{r.tasks} tasks{failed}")
+                      f"{r.tasks} tasks{failed}", soft_wrap=True)
 
 
 @app.command()
@@ -300,9 +304,10 @@ def envs_list() -> None:
             console.print(f"[bold]{name}[/]: {escape(str(missing))}")
             continue
         about = (kind if name in ADAPTERS else sys.modules[kind.__module__]).__doc__ or ""
-        console.print(f"[bold]{name}[/]: {about.strip().splitlines()[0]}")
+        console.print(f"[bold]{name}[/]: {about.strip().splitlines()[0]}", soft_wrap=True)
         for f in dataclasses.fields(kind.Settings):
-            console.print(f"    {f.name} = {f.default!r}", highlight=False, markup=False)
+            usual = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            console.print(f"    {f.name} = {usual!r}", highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 @envs_app.command("play")
@@ -325,7 +330,8 @@ def envs_play(
         table: dict[str, Any] = {}
         override(table, sets or [])
         solved = play(make_domain(name, table), index, split=split, who=who, seed=seed,  # type: ignore[arg-type]
-                      error_rate=error_rate, write=lambda text: console.print(text, highlight=False, markup=False))
+                      error_rate=error_rate, write=lambda text: console.print(
+                          text, highlight=False, markup=False, emoji=False, soft_wrap=True))
     console.print("solved" if solved else "not solved")
 
 
@@ -377,11 +383,7 @@ def doctor() -> None:
 
 def main() -> None:
     """Entry point: typer's own usage errors exit with 2."""
-    try:
-        app()
-    except KeyboardInterrupt:
-        errors.print("interrupted", highlight=False)
-        raise SystemExit(130) from None
+    app()
 
 
 if __name__ == "__main__":

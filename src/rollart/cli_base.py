@@ -35,6 +35,9 @@ def clear_errors(resume: Path | None = None) -> Iterator[None]:
     """One line instead of a traceback for everything a user can do something about."""
     try:
         yield
+    except KeyboardInterrupt:
+        tell("interrupted")
+        raise SystemExit(130) from None
     except (RollArtError, OSError, sqlite3.Error, BaseExceptionGroup) as error:
         first = first_error(error)
         if isinstance(first, ConfigError):

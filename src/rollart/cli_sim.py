@@ -87,10 +87,10 @@ def simulate(
 
 def _show(summary: dict[str, Any], took: float) -> None:
     wall, steps = summary["wall_seconds"], summary["steps"]
-    tell(f"{wall:,.0f} simulated seconds in {took:.1f} s, {wall / max(took, 1e-9):,.0f} x real time")
     if not steps:
         console.print(f"no step was made; {summary['ended']}", highlight=False)
         return
+    tell(f"{wall:,.0f} simulated seconds in {took:.1f} s, {wall / max(took, 1e-9):,.0f} x real time")
     console.print(f"{steps} steps, {summary['seconds_per_step']:,.1f} s each; {summary['ended']}", highlight=False)
     table = Table("pool", *right("GPU-hours", "busy"), title="where the GPUs were", title_justify="left")
     for name, hours in summary["gpu_hours"].items():
@@ -99,7 +99,8 @@ def _show(summary: dict[str, Any], took: float) -> None:
     stale, tokens, rewards = summary["staleness"], summary["tokens"], summary["rewards"]
     wasted = tokens["wasted"] / max(tokens["generated"], 1)
     counts = ", ".join(f"{name} {n:,}" for name, n in summary["ledger"].items() if n)
-    console.print(f"cost {summary['cost']:,.1f} H20-hours; trainer idle {summary['trainer_idle_fraction']:.0%}; "
+    console.print(f"cost {summary['cost']:,.1f} H20-hours; trainer waits for a batch "
+                  f"{summary['trainer_idle_fraction']:.0%} of the time\n"
                   f"staleness {stale['mean']:.2f} on average, {stale['max']} at most (bound {stale['bound']})\n"
                   f"trajectories: {counts}\n"
                   f"tokens: {tokens['generated']:,} sampled, {wasted:.1%} wasted, "
@@ -136,8 +137,9 @@ def reproduce(
 
     with clear_errors():
         _writable(json_file)
-        if write and write.exists() and not (write.is_dir() and os.access(write, os.W_OK)):
-            raise ConfigError(f"--write {write} is no folder that can be written")
+        at = next((path for path in (write, *write.parents) if path.exists()), None) if write else None
+        if at and not (at.is_dir() and os.access(at, os.W_OK)):
+            raise ConfigError(f"--write {write} is no folder that can be written or made")
         if listed:
             for table in TABLES.values():
                 console.print(f"{table.name:12} {table.title}", highlight=False)

@@ -45,6 +45,12 @@ def test_a_key_that_is_given_goes_before_the_algorithms_own():
     assert parts("none") == ()
 
 
+def test_a_piece_of_ones_own_may_read_any_key_of_its_kind():
+    assert AlgoSettings(loss="mine:loss", clip_low=0.1).clip_low == 0.1
+    with pytest.raises(ValueError, match="clip_low"):
+        AlgoSettings(advantage="mine:advantage", loss="reinforce", clip_low=0.1)
+
+
 @pytest.mark.parametrize(("changes", "first", "second"), [
     ({"value_clip": 0.2}, "value_clip", "advantage"),
     ({"critic_rate": 1e-3}, "critic_rate", "advantage"),
@@ -65,6 +71,11 @@ def test_a_key_that_is_given_goes_before_the_algorithms_own():
     ({"overlong_tokens": 100}, "overlong_tokens", "overlong_cache"),
     ({"overlong_cache": 100}, "overlong_cache", "overlong_tokens"),
     ({"overlong_share": 0.1}, "overlong_share", "filter"),
+    ({"loss": "reinforce", "clip_high": 9.0}, "clip_high", "loss"),
+    ({"loss": "cispo", "clip_low": 0.1}, "clip_low", "loss"),
+    ({"loss": "reinforce", "correction": "none", "proximal": "approximated"}, "proximal", "loss"),
+    ({"advantage": "rloo", "advantage_eps": 1.0}, "advantage_eps", "advantage"),
+    ({"kl_value": "k1"}, "kl_value", "kl_coefficient"),
 ])
 def test_contradictions_are_refused_with_both_keys_named(changes, first, second):
     with pytest.raises(ConfigError, match=rf"algorithm: {first} = .*\b{second} = ") as raised:

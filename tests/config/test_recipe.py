@@ -35,7 +35,7 @@ def test_every_recipe_that_ships_is_valid_and_makes_itself_again(path):
 @pytest.mark.parametrize(("path", "value", "words"), [
     ("rollout.batch_groups", 0, "batch_groups must be at least 1"),
     ("rollout.min_members", 9, "between 0 and group_size = 8"),
-    ("rollout.open_seconds", 0, "more than 0 seconds"),
+    ("rollout.open_seconds", 0, r"rollout\.open_seconds must be above 0; got 0"),
     ("sampling.top_p", 0.9, "top_p = 1"),
     ("sampling.temperature", 0.0, "temperature"),
     ("reward.score_seconds", 100.0, "does not fit into"),

@@ -279,7 +279,7 @@ def test_the_shipped_set_is_whole_and_both_splits_have_tasks(domain):
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (["no/such/folder"], "takes a folder, humaneval or the name of a package; got 'no/such/folder'"),
+    (["no/such/folder"], "no/such/folder is no folder"),
     (["toolz", "--count", "0"], "count must be above 0; got 0"),
     (["toolz", "--sandbox", "jail"], "a sandbox is one of"),
     ([".", "--out", "src"], "src holds something else")])

@@ -82,7 +82,7 @@ def test_files_and_snapshots_give_back_what_was_put_in(sandbox):
         sandbox.write("big", bytes(9_000_000))
 
 
-def test_a_template_is_copied_and_never_changed(tmp_path):
+def test_a_template_is_copied_and_never_changed(tmp_path, monkeypatch):
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "x.py").write_text("x = 1\n")
     for _ in range(2):
@@ -90,8 +90,26 @@ def test_a_template_is_copied_and_never_changed(tmp_path):
             assert sandbox.run("cat pkg/x.py; echo 'x = 2' > pkg/x.py; rm -rf /template/*; cat pkg/x.py"
                                ).stdout == "x = 1\nx = 2\n"
     assert (tmp_path / "pkg" / "x.py").read_text() == "x = 1\n"
-    with pytest.raises(SandboxFailed, match="nowhere"):
+    with pytest.raises(SandboxFailed, match="nowhere is no folder"):
         open_sandbox(SMALL, tmp_path / "nowhere")
+    monkeypatch.chdir(tmp_path)
+    with open_sandbox(SMALL, Path("pkg")) as sandbox:
+        assert sandbox.read("x.py") == b"x = 1\n"
+
+
+@pytest.mark.parametrize(("command", "more"), [([], {}), ([3], {}), ("true", {"env": {"A": 3}}),
+                                               ("true", {"seconds": float("nan")}), ("true", {"seconds": float("inf")})])
+def test_a_wrong_argument_is_the_callers_error_and_the_sandbox_goes_on(sandbox, command, more):
+    with pytest.raises(ValueError, match=r"a command is|needs seconds > 0"):
+        sandbox.run(command, **more)
+    assert sandbox.run("echo on").stdout == "on\n"
+
+
+def test_a_closed_sandbox_says_so():
+    sandbox = open_sandbox(SMALL)
+    sandbox.close()
+    with pytest.raises(SandboxFailed, match="it is closed"):
+        sandbox.run("true")
 
 
 ESCAPES = {

@@ -224,7 +224,7 @@ def test_tasks_and_texts_are_lengths():
 
 
 def test_a_rate_out_of_range_is_refused():
-    with pytest.raises(ValueError, match=r"faults.open_fails needs 0 <= value <= 1; got 2"):
+    with pytest.raises(ValueError, match=r"open_fails needs 0 <= value <= 1; got 2"):
         Faults(open_fails=2.0)
 
 

@@ -1,6 +1,7 @@
 """Recorded traces and episodes as workloads; a wrong line is refused by its number."""
 
 import json
+import time
 
 import pytest
 
@@ -63,11 +64,27 @@ def test_episodes_with_turns_of_characters(file):
     (lines(request(5, 9, 1, [1]), {"timestamp": 6}), r"line 2: the key 'input_length' is missing"),
     (lines({"turns": [["user", 1], ["assistant", -3]]}), r"line 1: characters must be .* at least 0; got -3"),
     (lines({"query_chars": 1, "action_chars": [1], "observation_chars": []}), r"line 1: 1 actions need as many"),
+    (CSV + "nan,5,3\n", r"line 4: TIMESTAMP must be seconds"),
+    (CSV + "{}\n", r"line 4: needs comma-separated fields as the first one has; got '{}'"),
+    (lines(request(5, 9, 1, [1])) + "1,2,3", r"line 2: needs a JSON object as the first one has; got '1,2,3'"),
+    (lines({"turns": 5}), r"line 1: turns must be a list of \[role, characters\]; got 5"),
     (lines({"a": 1}), r"line 1: none of the keys hash_ids, action_chars, turns; got a"),
 ])
 def test_a_wrong_line_is_refused_by_its_number(file, text, message):
     with pytest.raises(ConfigError, match=message):
         read_records(file(text))
+
+
+@pytest.mark.skipif(not hasattr(time, "tzset"), reason="no time zones to set")
+def test_a_time_without_a_zone_is_the_same_on_every_machine(file, monkeypatch):
+    times = ["2023-03-26 01:50:00", "2023-03-26 02:30:00", "2023-03-26 03:05:00"]  # a clock is set forward in between
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        read_records(file("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{t},5,3\n" for t in times)))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_a_file_that_is_not_there(tmp_path):

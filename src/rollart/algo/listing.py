@@ -14,9 +14,8 @@ def block(name: str) -> str:
     """The whole [algorithm] table of an algorithm as TOML; keys that no piece of it reads are left out. Raises
     ConfigError for an unknown name."""
     settings = AlgoSettings(**resolve({"name": name}))
-    chosen = {settings.advantage, settings.loss, settings.aggregation, *settings.corrections}
     idle = {key for piece in PIECES for key in piece.keys} - {
-        key for piece in PIECES if piece.name in chosen for key in piece.keys}
+        key for piece in PIECES if (piece.kind, piece.name) in settings.chosen for key in piece.keys}
     lines = [f"{field.name} = {json.dumps(getattr(settings, field.name))}" for field in dataclasses.fields(settings)
              if field.name not in idle]
     return "\n".join(["[algorithm]", *lines])
@@ -32,12 +31,9 @@ def listing(name: str | None = None) -> Iterator[tuple[str, str]]:
         for known, changes in ALGORITHMS.items():
             changed = ", ".join(f"{k} = {json.dumps(v)}" for k, v in changes.items())
             yield "", f"  {known:22}{changed or 'the defaults'}"
-    chosen = None if settings is None else {
-        settings.advantage, settings.loss, settings.aggregation, *settings.corrections, settings.whiten,
-        settings.kl_value, settings.kl_gradient}
     defaults = AlgoSettings()
     for kind in dict.fromkeys(piece.kind for piece in PIECES):
-        own = [piece for piece in pieces(kind) if chosen is None or piece.name in chosen]
+        own = [piece for piece in pieces(kind) if settings is None or (kind, piece.name) in settings.chosen]
         if own:
             key = "kl_value, kl_gradient" if kind == "kl" else kind
             default = getattr(defaults, kind, "k3, k2")

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollart.algo.catalogue import PIECES, find, parts, resolve
+from rollart.algo.catalogue import ALGORITHMS, OWN, PIECES, find, parts, resolve
 from rollart.core.ranges import between, literals
 
 Truncated = Literal["train", "mask", "bootstrap"]
@@ -105,6 +105,14 @@ class AlgoSettings:
         return parts(self.correction)
 
     @property
+    def chosen(self) -> frozenset[tuple[str, str]]:
+        """Kind and name of every piece that it is made of."""
+        one = {"advantage": self.advantage, "loss": self.loss, "aggregation": self.aggregation, "whiten": self.whiten}
+        kl = {self.kl_value, self.kl_gradient} if self.kl_coefficient else set()
+        return frozenset([*one.items(), *(("correction", name) for name in self.corrections),
+                          *(("filter", name) for name in parts(self.filter)), *(("kl", name) for name in kl)])
+
+    @property
     def critic(self) -> bool:
         """The advantages need a critic."""
         return self.advantage == "gae"
@@ -166,10 +174,16 @@ class AlgoSettings:
         need(self.proximal == "approximated" and self.ratio == "behaviour", "proximal", "is used by nothing with",
              "ratio")
         need(self.loss == "reinforce" and self.ratio == "behaviour", "ratio", "is used by nothing with", "loss")
-        chosen = {self.advantage, self.loss, self.aggregation, *self.corrections, *parts(self.filter)}
-        default = {field.name: field.default for field in dataclasses.fields(self)}
+        need(self.loss == "reinforce" and not self.corrections and self.proximal == "approximated", "proximal",
+             "is used by nothing with", "loss")
+        usual: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(self)}
+        usual |= ALGORITHMS.get(self.name, {})
+        for key in ("kl_value", "kl_gradient"):
+            need(not self.kl_coefficient and getattr(self, key) != usual[key], key, "is used by nothing with",
+                 "kl_coefficient")
+        own = {kind for kind, name in self.chosen if OWN.fullmatch(name)}  # they may read any key
         for key in sorted({key for piece in PIECES for key in piece.keys}):
             users = [piece for piece in PIECES if key in piece.keys]
-            unused = not any(piece.name in chosen for piece in users)
-            need(unused and getattr(self, key) != default[key], key,
+            unused = not any((piece.kind, piece.name) in self.chosen or piece.kind in own for piece in users)
+            need(unused and getattr(self, key) != usual[key], key,
                  f"is read by {users[0].kind} {' or '.join(piece.name for piece in users)} only; got", users[0].kind)

@@ -6,6 +6,7 @@ Keeps true: what is written to a run's config.json builds the same recipe again.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -183,8 +184,8 @@ def _domain(name: str, table: Any) -> DomainEntry:
         raise ConfigError(f"domains.{name} must be a table [domains.{name}]; got {table!r}")
     settings = dict(table)
     weight = settings.pop("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
-        raise ConfigError(f"domains.{name}.weight must be a number >= 0; got {weight!r}")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise ConfigError(f"domains.{name}.weight must be a finite number >= 0; got {weight!r}")
     latency = settings.pop("latency", None)
     curriculum = settings.pop("curriculum", {})
     if not isinstance(curriculum, Mapping) or not all(isinstance(values, list) for values in curriculum.values()):

@@ -65,17 +65,19 @@ def reference() -> str:
               if SECTIONS.get(name) is not kind]
     parts += [_section("[pools.NAME]", simulation.SimPoolSettings),
               _section("[pools.NAME.cost]", StepCost, level="###"), _section("[train.cost]", TrainCost, level="###"),
-              _section("[domains.NAME]", Load), _section("[domains.NAME.turns], and each other distribution", Spread,
-                                                         level="###")]
+              _section("[domains.NAME]", Load),
+              _section("[domains.NAME.turns], the same for every distribution", Spread, level="###")]
     return "\n".join(parts)
 
 
 def _section(title: str, kind: Any, level: str = "##") -> str:
     text = inspect.cleandoc(kind.__doc__ or "").replace(" Raises ValueError.", "").replace("Raises ValueError.", "")
     keys = "".join(f"{field.name} = {_default(field)}\n" for field in dataclasses.fields(kind)
-                   if not dataclasses.is_dataclass(_value(field)))
+                   if not dataclasses.is_dataclass(_value(field))
+                   and not (kind is Load and field.name == "records"))  # a path in a recipe, explained above
     nested = "".join("\n" + _section(f"{title[:-1]}.{field.name}]", type(_value(field)), "###")
-                     for field in dataclasses.fields(kind) if dataclasses.is_dataclass(_value(field)))
+                     for field in dataclasses.fields(kind) if dataclasses.is_dataclass(_value(field))
+                     and not isinstance(_value(field), Spread))  # all alike: one section after them
     table = f"```toml\n{keys}```\n" if keys else ""
     return f"{level} {title}\n\n```text\n{text.strip()}\n```\n\n{table}{nested}"
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 import tomllib
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -73,13 +75,15 @@ def check_keys(table: object, kind: Any, where: str) -> None:
     if owner is None or not isinstance(table, Mapping):
         return
     hints = typing.get_type_hints(owner)
-    known = {f.name for f in dataclasses.fields(owner)}
+    known = {f.name: f.default for f in dataclasses.fields(owner)}
     for key, value in table.items():
         if key not in known:
             raise ConfigError(f"unknown key {where}{key}{nearest(key, known)}")
         expected = hints[key]
         if expected in _SCALARS and not (type(value) is expected or (expected is float and type(value) is int)):
             raise ConfigError(f"{where}{key} must be {_SCALARS[expected]}; got {value!r}")
+        if expected is float and not math.isfinite(value) and value != known[key]:  # inf only where it is the default
+            raise ConfigError(f"{where}{key} must be a finite number; got {value!r}")
         check_keys(value, expected, f"{where}{key}.")
 
 
@@ -94,9 +98,10 @@ def build(kind: type[T], table: object, where: str) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join([where, *(str(part) for part in first["loc"])])
-        message = first["msg"].removeprefix("Value error, ")
-        shown = "" if message.startswith(where) or "got" in message else f"; got {first['input']!r}"
-        raise ConfigError(f"{key}: {message}{shown}") from None
+        if first["type"] != "value_error":
+            raise ConfigError(f"{key}: {first['msg']}; got {first['input']!r}") from None
+        message = first["msg"].removeprefix("Value error, ")  # of a __post_init__, which often begins with its key
+        raise ConfigError(f"{key}{'.' if re.match('[a-z_]+ (must|needs) ', message) else ': '}{message}") from None
 
 
 def _dataclass(kind: Any) -> Any:

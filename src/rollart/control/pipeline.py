@@ -40,6 +40,7 @@ from rollart.core.clock import now
 from rollart.core.errors import TrainerLost
 from rollart.core.events import BatchTaken, CheckpointSaved, RunEnded, RunStarted, Settled, SlotsFreed, StepEnded
 from rollart.core.ports import Journal, TaskSource, Trainer
+from rollart.core.ranges import above, at_least
 from rollart.core.types import Fate, Group, Restored, StepReport, Version
 
 
@@ -61,8 +62,9 @@ class PipelineSettings:
     step_seconds: float = 3600.0
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.checkpoint_every < 0 or self.eval_every < 0 or not self.step_seconds > 0:
-            raise ValueError(f"needs steps >= 1, checkpoint_every >= 0, eval_every >= 0, step_seconds > 0; got {self}")
+        at_least(self, 1, "steps")
+        at_least(self, 0, "checkpoint_every", "eval_every")
+        above(self, 0, "step_seconds")
 
 
 class Pipeline:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rollart.core.ranges import above, at_least
 from rollart.core.types import StalePolicy
 
 
@@ -77,9 +78,9 @@ class ScheduleSettings:
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
-            raise ValueError(f"schedule.name must be one of {', '.join(SCHEDULES)}; got {self.name!r}")
-        if self.alpha is not None and self.alpha < 0:
-            raise ValueError(f"schedule.alpha must be 0 or more versions; got {self.alpha}")
+            raise ValueError(f"name must be one of {', '.join(SCHEDULES)}; got {self.name!r}")
+        if self.alpha is not None:
+            at_least(self, 0, "alpha")
         self.schedule.alpha(self.alpha)
 
     @property
@@ -125,19 +126,13 @@ class RolloutSettings:
     stall_seconds: float = 3600.0
 
     def __post_init__(self) -> None:
-        for name in ("batch_groups", "group_size", "open_attempts", "task_attempts", "max_failed_groups"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollout.{name} must be at least 1; got {getattr(self, name)}")
-        for name in ("spares", "spare_groups", "max_replacements", "context_tokens", "open_backoff_seconds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"rollout.{name} must be 0 or more; got {getattr(self, name)}")
+        at_least(self, 1, "batch_groups", "group_size", "open_attempts", "task_attempts", "max_failed_groups")
+        at_least(self, 0, "spares", "spare_groups", "max_replacements", "context_tokens", "open_backoff_seconds")
         if not 0 <= self.min_members <= self.group_size:
-            raise ValueError(f"rollout.min_members must be between 0 and group_size = {self.group_size} trajectories; "
-                             f"got {self.min_members}")
-        for name in ("open_seconds", "generate_seconds", "environment_seconds", "score_seconds", "close_seconds",
-                     "episode_seconds", "stall_seconds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"rollout.{name} must be more than 0 seconds; got {getattr(self, name)}")
+            raise ValueError(f"min_members must be between 0 and group_size = {self.group_size} trajectories; got "
+                             f"{self.min_members}")
+        above(self, 0, "open_seconds", "generate_seconds", "environment_seconds", "score_seconds", "close_seconds",
+              "episode_seconds", "stall_seconds")
 
     @property
     def enough(self) -> int:

@@ -145,6 +145,10 @@ class Completion:
         return out
 
 
+ROLES = ("system", "user", "assistant", "tool")
+"""Who may speak in a message."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One chat message: role is `system`, `user`, `assistant` or `tool`."""

@@ -201,8 +201,12 @@ def domain_class(name: str) -> type[Domain]:
     except ModuleNotFoundError as error:
         remedy = "pip install 'rollart[envs]'" if name in DOMAINS else f"install {error.name} or set PYTHONPATH"
         raise ConfigError(f"domain {name} needs the module {error.name}: {remedy}") from None
+    except Exception as error:  # noqa: BLE001  somebody's module: whatever it raises
+        raise ConfigError(f"domain {name} cannot be imported: {type(error).__name__}: {error}") from None
     if not (isinstance(kind, type) and issubclass(kind, Domain)):
         raise ConfigError(f"{target} is not a Domain class")
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise ConfigError(f"{target} lacks {', '.join(missing)}, which every domain has")
     return kind
 
 

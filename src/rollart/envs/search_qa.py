@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from rollart.core.clock import stream
 from rollart.core.errors import ConfigError
-from rollart.core.ranges import between
+from rollart.core.ranges import at_least, between
 from rollart.core.types import Action, Message, Observation, Task
 from rollart.envs.domain import CountedEpisode, Domain, DomainSettings, Episode, Player
 from rollart.envs.texts import Index, read_text
@@ -50,6 +50,7 @@ class SearchQASettings(DomainSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         between(self, 1, 20, "passages")
+        at_least(self, 24, "max_tokens")  # a word of a title between its tags
 
 
 class SearchQA(Domain):

@@ -78,6 +78,6 @@ def _call(match: re.Match[str], format: Format) -> ToolCall | None:
 def _json(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # a number or a nesting without end
         return None
     return value if isinstance(value, dict) else None

@@ -72,6 +72,7 @@ def run(request, given, spec, ends):
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return {"code": 127, "timed_out": False, "truncated": False, "seconds": 0.0}, b"", str(error).encode()
     pipes = {process.stdout: bytearray(), process.stderr: bytearray()}
+    given = memoryview(given)  # sliced without a copy
     lost, half, live = dict.fromkeys(pipes, 0), request["output"] // 2, set(pipes)
 
     def drain(pipe):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import shutil
 import signal
@@ -69,7 +70,9 @@ class Sandbox:
 
         seconds: deadline (default: the settings'). env: beside PATH, HOME and LANG. cwd: in the work folder.
         """
-        given = stdin.encode() if isinstance(stdin, str) else stdin
+        if not isinstance(command, str) and not (command and all(isinstance(part, str) for part in command)):
+            raise ValueError(f"a command is a text, or a program with its arguments; got {command!r:.80}")
+        given = stdin.encode(errors="replace") if isinstance(stdin, str) else stdin
         answer, out, err = self._call(command, seconds, given, self.settings.output_bytes, env or {}, cwd)
         return Ran(out.decode(errors="replace"), err.decode(errors="replace"), answer["code"], answer["timed_out"],
                    answer["truncated"], answer["seconds"])
@@ -80,7 +83,7 @@ class Sandbox:
 
     def write(self, path: str, data: bytes | str) -> None:
         """Make or replace a file and its folders; a link is replaced, not followed. Raises OSError, SandboxFailed."""
-        self._plain(_WRITE, path, data.encode() if isinstance(data, str) else data)
+        self._plain(_WRITE, path, data.encode(errors="replace") if isinstance(data, str) else data)
 
     def snapshot(self) -> Snapshot:
         """The work folder as it is now. Raises OSError, SandboxFailed."""
@@ -141,6 +144,10 @@ class Sandbox:
     def _call(self, command: str | Sequence[str], seconds: float | None, given: bytes, output: int,
               env: Mapping[str, str], cwd: str) -> tuple[dict[str, Any], bytes, bytes]:
         seconds = self.settings.seconds if seconds is None else seconds
+        if self not in _open:
+            raise SandboxFailed(f"sandbox {self.kind}: it is closed")
+        if not 0 < seconds < math.inf or not all(isinstance(value, str) for value in env.values()):
+            raise ValueError(f"needs seconds > 0 and texts in env; got {seconds}, {dict(env)!r:.80}")
         python = "" if self.kind in ("podman", "docker") else f"{sys.prefix}/bin:"
         own = {"PATH": f"{python}/usr/local/bin:/usr/bin:/bin", "HOME": self.work if self.kind == "trust" else HOME,
                "USER": "agent", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
@@ -182,6 +189,8 @@ def open_sandbox(settings: SandboxSettings, template: Path | None = None) -> San
     A template must stay as it is while this process lives. Raises SandboxFailed, and ConfigError where no kind works.
     """
     kind = choose(settings.kind)
+    if template is not None and not (template := template.resolve()).is_dir():
+        raise SandboxFailed(f"the template {template} is no folder")
     with _lock:
         waiting = _warm.pop((settings, template), [])
         while waiting and monotonic() - waiting[0]._started > settings.life_seconds / 2:

@@ -124,9 +124,11 @@ class StepCost:
 
     overhead_s: seconds of every step. token_s: compute, per token of decode or prefill. sequence_s: per decoding
     sequence besides. weights_s: reading the weights that every step reads. experts_s: reading all experts, of which
-    a step reads those that its tokens choose. kv_s: reading one token of context. chunk: most prefill tokens of a
-    step. capacity: tokens of KV that fit. attention: work of a prefill token per token before it, in tokens. load_s:
-    seconds to exchange the weights.
+    a step reads those that its tokens choose; experts, active: of a layer, and of them those of a token. kv_s: reading
+    one token of context. chunk: most prefill tokens of a step. capacity: tokens of KV that fit (a turn that is alone
+    may use more). concurrent: most sequences that decode at once. attention: work of a prefill token per token before
+    it, in tokens; turn_tokens: of a turn's start. share_prompts: a group's prompt is prefilled once. load_s: seconds to
+    exchange the weights.
     """
 
     overhead_s: float = 0.012

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 
 
@@ -32,9 +33,9 @@ class Faults:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            limit = float("inf") if field.name.startswith("engine_") else 1.0
+            limit = sys.float_info.max if field.name.startswith("engine_") else 1.0
             if not 0.0 <= value <= limit:
-                raise ValueError(f"faults.{field.name} needs 0 <= value <= {limit:g}; got {value:g}")
+                raise ValueError(f"{field.name} needs 0 <= value <= {limit:g}; got {value:g}")
 
     @property
     def any_step(self) -> bool:

@@ -2,7 +2,8 @@
 
     TIMESTAMP,ContextTokens,GeneratedTokens            a CSV trace: each request is an episode of one turn
     {"timestamp": ms, "input_length", "output_length", "hash_ids"}     a JSON-lines trace: a request whose blocks begin
-                                                       with all whole blocks of an earlier one continues it
+                                                       with all whole blocks of an earlier one, two at least,
+                                                       continues it
     {"turns": [["user", characters], ["assistant", characters], ...]}  an episode a line
     {"query_chars", "action_chars": [...], "observation_chars": [...]} an episode a line
 
@@ -13,20 +14,21 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rollart.core.errors import ConfigError
+from rollart.core.types import ROLES
 from rollart.sim.workload import Record
 
 CHARACTERS_PER_TOKEN = 4.0
 """Of English text and code under current tokenizers, about."""
 BLOCK = 512
 """Tokens that one of `hash_ids` stands for."""
-_ROLES = ("system", "user", "assistant", "tool")
 _CSV = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
@@ -69,19 +71,16 @@ def read_records(path: Path) -> Recorded:
 
 def _whole(path: Path, lines: list[tuple[int, str]], reader: Callable[[Iterator[Any]], Any]) -> Any:
     """`reader` over parsed lines; what it raises gets the number of the line that it had taken last."""
-    at = 0
+    at, objects = 0, lines[0][1].lstrip().startswith("{")
 
     def parsed() -> Iterator[Any]:
         nonlocal at
         for number, line in lines:
             at = number
-            if line.lstrip().startswith("{"):
-                value = json.loads(line)
-                if not isinstance(value, dict):
-                    raise _Bad("a JSON object is needed")
-                yield value
-            else:
-                yield next(csv.reader([line]))
+            if line.lstrip().startswith("{") != objects:
+                raise _Bad(f"needs {'a JSON object' if objects else 'comma-separated fields'} as the first one has; "
+                           f"got {line[:60]!r}")
+            yield json.loads(line) if objects else next(csv.reader([line]))
 
     try:
         return reader(parsed())
@@ -107,7 +106,7 @@ def _lengths(values: Any, name: str) -> list[int]:
 
 def _forward(now: float, before: float) -> float:
     if now < before:
-        raise _Bad(f"time goes backwards, from {before:g} s to {now:g} s")
+        raise _Bad(f"time goes backwards, from {before:.3f} s to {now:.3f} s")
     return now
 
 
@@ -123,15 +122,18 @@ def _requests_csv(rows: Iterator[list[str]]) -> Recorded:
 
 
 def _time(text: str) -> float:
-    """Seconds, or a date and time as 2023-11-16 18:17:03.97."""
+    """Seconds, or a date and time as 2023-11-16 18:17:03.97, which is UTC where it does not say."""
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
-        pass
-    try:
-        return datetime.fromisoformat(text[:26]).timestamp()
-    except ValueError:
-        raise _Bad(f"TIMESTAMP must be seconds or a time like 2023-11-16 18:17:03.97; got {text!r}") from None
+        try:
+            time = datetime.fromisoformat(text[:26])
+            seconds = time.replace(tzinfo=time.tzinfo or UTC).timestamp()
+        except ValueError:
+            seconds = math.nan
+    if not math.isfinite(seconds):
+        raise _Bad(f"TIMESTAMP must be seconds or a time like 2023-11-16 18:17:03.97; got {text!r}")
+    return seconds
 
 
 @dataclass(slots=True)
@@ -191,9 +193,11 @@ def _chats(lines: Iterator[Mapping[str, Any]]) -> Recorded:
     records = []
     for line in lines:
         prompt, actions, seen = 0, [], []
+        if not isinstance(line["turns"], list):
+            raise _Bad(f"turns must be a list of [role, characters]; got {line['turns']!r}")
         for message in line["turns"]:
-            if not isinstance(message, list) or len(message) != 2 or message[0] not in _ROLES:
-                raise _Bad(f"each of turns must be [role, characters] with a role of {', '.join(_ROLES)}; got "
+            if not isinstance(message, list) or len(message) != 2 or message[0] not in ROLES:
+                raise _Bad(f"each of turns must be [role, characters] with a role of {', '.join(ROLES)}; got "
                            f"{message!r}")
             characters = _length(message[1], "characters")
             if message[0] == "assistant":

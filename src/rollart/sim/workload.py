@@ -41,8 +41,10 @@ class Spread:
                              f"{self.sigma:g}, low {self.low:g}, high {self.high:g}")
         if self.shape not in ("lognormal", "normal"):
             raise ValueError(f"shape must be lognormal or normal; got {self.shape!r}")
-        if not 0 <= self.tail_probability <= 1 or self.tail < 0:
+        if not 0 <= self.tail_probability <= 1 or not 0 <= self.tail < math.inf:
             raise ValueError(f"needs tail_probability of 0 to 1, tail >= 0; got {self.tail_probability}, {self.tail}")
+        if bad := [value for value in self.values if not 0 <= value < math.inf]:
+            raise ValueError(f"values must be finite numbers >= 0; got {bad[0]!r}")
 
     def draw(self, seed: int, *name: object, common: tuple[object, ...] = (), alike: float = 0.0) -> float:
         """The value that this seed and name stand for. `alike` of the variance (of the logarithm, for a lognormal) is

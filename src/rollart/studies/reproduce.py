@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.table import Table as RichTable
 
 from rollart.core.errors import ConfigError, RunError
@@ -79,6 +80,8 @@ def reproduce_tables(names: Sequence[str], *, console: Console, processes: int =
         console.print(f"{within} of {len(predicted)} predicted numbers ({within / len(predicted):.0%}) lie inside the "
                       f"paper's range or within {TOLERANCE:.0%} of it", highlight=False)
     moved = _sensitivity(console, processes, seed) if sensitivity else {}
+    if moved:
+        console.print(Markdown(_moved(moved)))
     if folder:
         write_page(folder, tables, rows, moved)
         console.print(f"page: {folder / 'reproduction.md'}", highlight=False)
@@ -143,8 +146,10 @@ def write_page(folder: Path, tables: Sequence[Table], rows: Mapping[str, Sequenc
     """reproduction.md and its plots; sensitivity.md if it was asked for (an older one stays). Raises RunError."""
     predicted = [row for shown in rows.values() for row in shown if not row.fitted]
     within = sum(row.within for row in predicted)
-    out = [_INTRO, f"**{within} of {len(predicted)}** predicted numbers lie inside the paper's range or within "
-           f"{TOLERANCE:.0%} of it.\n"]
+    out = [_INTRO]
+    if predicted:
+        out.append(f"**{within} of {len(predicted)}** predicted numbers lie inside the paper's range or within "
+                   f"{TOLERANCE:.0%} of it.\n")
     try:
         (folder / "reproduction").mkdir(parents=True, exist_ok=True)
         for table in tables:

@@ -88,6 +88,12 @@ def test_one_hung_environment_of_16_does_not_slow_the_others_and_its_error_names
     ("eat 900", "MemoryError"),
     ("long 3000000", "above the limit of 2000000"),
     ("object", "TypeError: Object of type object is not JSON serializable"),
+    ("nothing", "TypeError: step must give an Observation; got None"),
+    ("says 'wizard', 'x'", "TypeError: step must give messages of system, user, assistant, tool with a text"),
+    ("says 'user', 5", "TypeError: step must give messages of .* with a text"),
+    ("ends 'no'", "TypeError: step must give done .* as true or false .*'no'"),
+    ("pays '1'", "TypeError: step must give .* a finite reward; .*'1'"),
+    ("pays float('nan')", "TypeError: step must give .* a finite reward; .*nan"),
 ])
 def test_a_failing_environment_is_one_error_and_its_process_is_not_used_again(action, says):
     async def story(pool):
@@ -105,6 +111,16 @@ def test_a_failing_environment_is_one_error_and_its_process_is_not_used_again(ac
         await other.close()
 
     run(story, memory_mb=200, message_mb=2)
+
+
+def test_text_that_cannot_be_encoded_is_replaced():
+    """An agent can bring it into an observation: its call's JSON has any character."""
+    async def story(pool):
+        environment = await pool.open(trouble_task())
+        assert text(await environment.step(Action("says 'tool', 'a\\ud800b'"))) == "a?b"
+        await environment.close()
+
+    run(story)
 
 
 def test_a_process_is_reused_after_a_clean_close_and_idle_ones_are_limited():

