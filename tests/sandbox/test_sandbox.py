@@ -97,8 +97,9 @@ def test_a_template_is_copied_and_never_changed(tmp_path, monkeypatch):
         assert sandbox.read("x.py") == b"x = 1\n"
 
 
-@pytest.mark.parametrize(("command", "more"), [([], {}), ([3], {}), ("true", {"env": {"A": 3}}),
-                                               ("true", {"seconds": float("nan")}), ("true", {"seconds": float("inf")})])
+@pytest.mark.parametrize(("command", "more"), [
+    ([], {}), ([3], {}), ("true", {"env": {"A": 3}}), ("true", {"seconds": float("nan")}),
+    ("true", {"seconds": float("inf")})])
 def test_a_wrong_argument_is_the_callers_error_and_the_sandbox_goes_on(sandbox, command, more):
     with pytest.raises(ValueError, match=r"a command is|needs seconds > 0"):
         sandbox.run(command, **more)
