@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.status import Status
 from rich.table import Table
 
 from rollart.cli_base import Sets, clear_errors, console, errors, tell
 from rollart.core.errors import ConfigError, RunError
+from rollart.core.events import Event, StepEnded
 from rollart.observe.status import right
 
 
@@ -40,6 +42,17 @@ def _writable(*paths: Path | None) -> None:
             raise ConfigError(f"{path} cannot be written: name a file in a folder that exists and can be written")
 
 
+class _Steps:
+    """Tells a terminal how far a simulation is; elsewhere nothing is shown."""
+
+    def __init__(self, status: Status, steps: int) -> None:
+        self._status, self._steps = status, steps
+
+    def on(self, at: float, event: Event) -> None:
+        if isinstance(event, StepEnded):
+            self._status.update(f"step {event.version} of {self._steps}, {at:,.0f} simulated seconds")
+
+
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON (- : print).")]
 
 
@@ -62,17 +75,20 @@ def simulate(
         if str(trace) == "-":
             raise ConfigError("--trace needs the name of a file; only --json prints with -")
         timeline = Trace() if trace else None
+        watchers = [timeline] if timeline else []
         began = time.monotonic()
         if recipe == "swarm":
             if sets:
                 raise ConfigError("a world of the swarm is what its seed makes it: leave --set out")
             try:
-                summary = run_world(draw_world(seed or 0), seed or 0, timeline)
+                summary = run_world(draw_world(seed or 0), seed or 0, *watchers)
             except FAILURES as failure:
                 raise RunError(f"seed {seed or 0}: {type(failure).__name__}: {failure}") from None
         else:
             settings = load_simulation(Path(recipe), sets or [])
-            summary = run_world(settings.world(), settings.seed if seed is None else seed, timeline)
+            with errors.status("simulating ...") as status:
+                steps = _Steps(status, settings.pipeline.steps)
+                summary = run_world(settings.world(), settings.seed if seed is None else seed, steps, *watchers)
         took = time.monotonic() - began
         if timeline and trace:
             timeline.write(trace)

@@ -8,20 +8,20 @@ from typing import Any
 
 from rollart.core.types import Fate
 from rollart.observe.accounts import Accounts
+from rollart.observe.journal import Subscriber
 from rollart.observe.metrics import Metrics, read_metrics
 from rollart.observe.summary import figures
-from rollart.observe.trace import Trace
 from rollart.sim.world import SimResult, World, simulate
 
 
-def run_world(world: World, seed: int, trace: Trace | None = None) -> dict[str, Any]:
+def run_world(world: World, seed: int, *watchers: Subscriber) -> dict[str, Any]:
     """The summary of a real run, and besides: ended, gpu_hours and utilisation by pool, cost (in hours of one H20),
-    seconds_per_step, rewards, engines, digest. Raises what `simulate` raises."""
+    seconds_per_step, rewards, engines, digest. `watchers` hear of every event. Raises what `simulate` raises."""
     accounts = Accounts()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.jsonl"
         metrics = Metrics(path, accounts, staleness_bound=world.schedule.bound)
-        result = simulate(world, seed, [accounts, metrics, *([trace] if trace else [])])
+        result = simulate(world, seed, [accounts, metrics, *watchers])
         lines = read_metrics(path)
     totals = accounts.token_totals()
     tokens = {fate.value: totals[fate.value] for fate in Fate}
