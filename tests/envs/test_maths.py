@@ -62,7 +62,7 @@ def test_problems_come_from_a_file_and_a_bad_line_is_named(tmp_path):
     path = tmp_path / "gsm8k.jsonl"
     rows = [{"question": f"What is {i} thousand?", "answer": f"It is <<{i}*1000={i}000>>so.\n#### {i},000"}
             for i in range(40)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("\ufeff" + "".join(json.dumps(row) + "\n" for row in rows) + "\n")
     domain = make_domain("maths", {"path": str(path)})
     task = domain.task(0, "eval")
     assert task.payload["question"] == f"What is {task.payload['answer'] // 1000} thousand?"
@@ -72,6 +72,9 @@ def test_problems_come_from_a_file_and_a_bad_line_is_named(tmp_path):
         path.write_text(json.dumps(rows[0]) + "\n" + line + "\n")
         with pytest.raises(ConfigError, match=f"gsm8k.jsonl line 2 must be.*{says}"):
             make_domain("maths", {"path": str(path)})
+    path.write_bytes(json.dumps(rows[0]).encode() + b"\n\xff\n")
+    with pytest.raises(ConfigError, match=r"line 2 must be.*UnicodeDecodeError"):
+        make_domain("maths", {"path": str(path)})
     path.write_text("")
     with pytest.raises(ConfigError, match="holds no problem"):
         make_domain("maths", {"path": str(path)})

@@ -117,10 +117,12 @@ def read_gsm8k(path: str) -> list[dict[str, Any]]:
     """The problems of a file. Raises ConfigError that names the first line that is none."""
     rows, number = [], 0
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:
             for line in file:
                 number += 1
-                row = json.loads(line)
+                if not line.strip():
+                    continue
+                row = json.loads(line.decode("utf-8-sig"))
                 answer = int(row["answer"].rpartition("####")[2].strip().replace(",", ""))
                 rows.append({"question": str(row["question"]), "answer": answer, "work": str(answer)})
     except OSError as error:
