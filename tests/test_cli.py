@@ -92,7 +92,7 @@ def test_reproducing_prints_json_alone():
     ("domains.frozen_lak.size=3", ("frozen_lak", "did you mean 'frozen_lake'?")),
     ("domains.frozen_lake.latency.mean_second=3", ("mean_second", "mean_seconds")),
     ("pipeline.steps=many", ("pipeline.steps", "integer", "many")),
-    ("pipeline.steps=0", ("steps >= 1",)),
+    ("pipeline.steps=0", ("pipeline.steps must be at least 1; got 0",)),
     ("rollout.group_size=1", ("rollout.group_size", "at least 2", "got 1")),
     ("learner.minibatches=3", ("2 groups", "3 equal parts", "2 % 3")),
     ("schedule.name=fast", ("schedule.name", "rollart", "'fast'")),
