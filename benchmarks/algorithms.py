@@ -152,7 +152,7 @@ def chart(title: str, curves: dict[str, list[float]]) -> str:
     """Mean success of the training rollouts over steps, running mean of 5, one line each, with a legend."""
     last = max(len(curve) for curve in curves.values())
     frame = Frame(640, 300, 1, last, 1.0, percent=True)
-    body = tag("rect", width=640, height=300 + 18 * len(curves), fill="#ffffff") + frame.axes("step")
+    body = tag("rect", x=-8, width=648, height=308 + 18 * len(curves), fill="#ffffff") + frame.axes("step")
     for number, (name, curve) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
         smooth = [(i + 1.0, statistics.fmean(curve[max(0, i - 4):i + 1])) for i in range(len(curve))]
@@ -164,7 +164,7 @@ def chart(title: str, curves: dict[str, list[float]]) -> str:
         body += tag("text", name, x=72, y=at + 4)
     style = tag("style", "text{font:12px sans-serif;fill:#333}.grid{stroke:#ddd}.axis{stroke:#888}")
     return tag("svg", style + tag("title", title) + body, xmlns="http://www.w3.org/2000/svg",
-               viewBox=f"0 0 640 {308 + 18 * len(curves)}")
+               viewBox=f"-8 0 648 {308 + 18 * len(curves)}")
 
 
 def report(lines: Sequence[dict[str, Any]], docs: Path) -> None:
