@@ -5,6 +5,8 @@
 
 import asyncio
 import importlib.util
+import io
+import json
 import random
 import re
 import socket
@@ -17,8 +19,8 @@ import pytest
 
 from rollart.backends.process.environments import ProcessEnvironments, ProcessSettings
 from rollart.core.errors import ConfigError
-from rollart.core.types import Action, Outcome, Trajectory, TrajectoryId, Turn
-from rollart.envs.adapters import foreign
+from rollart.core.types import Action, Outcome, Task, Trajectory, TrajectoryId, Turn
+from rollart.envs.adapters import foreign, remote
 from rollart.envs.domain import make_domain
 from rollart.rewards.contract import request_of
 from rollart.rewards.domains import own
@@ -248,6 +250,20 @@ def test_an_environment_without_a_player_refuses_to_demonstrate():
         domain.player(domain.task(0, "train"), 0, 0.1)
     with pytest.raises(ConfigError, match="no random player"):
         domain.random_player(domain.task(0, "train"), 0)
+
+
+@pytest.mark.parametrize(("answer", "says"), [
+    ([1], r"step must answer with a JSON object; got b'\[1\]'"),
+    ({"text": "x"}, r"step must answer with done as true or false; got None"),
+    ({"text": "x", "done": "false"}, r"step must answer with done as true or false; got 'false'"),
+    ({"text": "x", "done": True, "success": "false"}, r"step must answer with success as true or false; got 'false'"),
+])
+def test_an_http_server_that_answers_with_another_type_is_named(monkeypatch, answer, says):
+    monkeypatch.setattr(remote._DIRECT, "open", lambda *_, **__: io.BytesIO(json.dumps(answer).encode()))
+    session = remote._Http(make_domain("mine", {"class": "http", "id": "http://x"}).settings,
+                           Task("mine/0", "mine", {"seed": 1}, 3, 8))
+    with pytest.raises(TypeError, match=f"http://x: {says}"):
+        session.step("go")
 
 
 def test_the_reference_server_of_the_docs_is_the_example_and_short():

@@ -181,9 +181,10 @@ class AlgoSettings:
         for key in ("kl_value", "kl_gradient"):
             need(not self.kl_coefficient and getattr(self, key) != usual[key], key, "is used by nothing with",
                  "kl_coefficient")
-        own = {kind for kind, name in self.chosen if OWN.fullmatch(name)}  # they may read any key
+        chosen = self.chosen
+        own = {kind for kind, name in chosen if OWN.fullmatch(name)}  # they may read any key
         for key in sorted({key for piece in PIECES for key in piece.keys}):
             users = [piece for piece in PIECES if key in piece.keys]
-            unused = not any((piece.kind, piece.name) in self.chosen or piece.kind in own for piece in users)
+            unused = not any((piece.kind, piece.name) in chosen or piece.kind in own for piece in users)
             need(unused and getattr(self, key) != usual[key], key,
                  f"is read by {users[0].kind} {' or '.join(piece.name for piece in users)} only; got", users[0].kind)

@@ -68,7 +68,8 @@ class Sandbox:
             env: Mapping[str, str] | None = None, cwd: str = "") -> Ran:
         """Run a program with arguments, or a text with the shell; what it started ends with it. Raises SandboxFailed.
 
-        seconds: deadline (default: the settings'). env: beside PATH, HOME and LANG. cwd: in the work folder.
+        seconds: deadline (default: the settings'). stdin: what of a text cannot be encoded is replaced. env: beside
+        PATH, HOME and LANG. cwd: in the work folder. Raises ValueError for arguments that cannot be.
         """
         if not isinstance(command, str) and not (command and all(isinstance(part, str) for part in command)):
             raise ValueError(f"a command is a text, or a program with its arguments; got {command!r:.80}")
@@ -82,7 +83,8 @@ class Sandbox:
         return self._plain(_READ, path)
 
     def write(self, path: str, data: bytes | str) -> None:
-        """Make or replace a file and its folders; a link is replaced, not followed. Raises OSError, SandboxFailed."""
+        """Make or replace a file and its folders; a link is replaced, not followed; what of a text cannot be
+        encoded is replaced. Raises OSError, SandboxFailed."""
         self._plain(_WRITE, path, data.encode(errors="replace") if isinstance(data, str) else data)
 
     def snapshot(self) -> Snapshot:
