@@ -135,6 +135,7 @@ def test_an_unsupported_model_folder_is_named_with_what_is_supported(tmp_path):
 
 @pytest.mark.parametrize(("setting", "says"), [
     (["reward.where=serve"], "is on serve, which is on the run's Ray cluster: train with --ray ADDRESS"),
+    (["algorithm.loss=nomod:foo"], "algorithm.loss = 'nomod:foo' cannot be imported: No module named 'nomod'"),
     (["weights.carrier=file", "weights.folder=/proc/no/folder"], "weights.folder = '/proc/no/folder' cannot be used")])
 def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path, setting, says):
     sets = [part for one in setting for part in ("--set", one)]

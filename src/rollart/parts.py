@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollart.algo.catalogue import OWN, function
 from rollart.backends.process.environments import ProcessEnvironments
 from rollart.backends.scorers import by_place
 from rollart.config.recipe import Recipe
@@ -163,9 +164,13 @@ def reward_names(recipe: Recipe) -> dict[str, str]:
 
 def check_parts(recipe: Recipe, *, here: bool = True) -> None:
     """What can be refused before a run begins: what vLLM and the model do not allow, a weights.folder that cannot be
-    used, rewards on Ray Serve without Ray. `here`: the parts are to run on this machine. Raises ConfigError."""
+    used, rewards on Ray Serve without Ray, pieces of one's own that cannot be imported. `here`: the parts are to run on
+    this machine. Raises ConfigError."""
     if here:
         by_place(reward_names(recipe), recipe.reward, on_ray=False)
+        for kind, name in sorted(recipe.algorithm.chosen):
+            if OWN.fullmatch(name):
+                function(kind, name)
     if here and recipe.weights.carrier == "file":
         from rollart.backends.weights import open_writer
 
