@@ -41,6 +41,10 @@ max_tokens = 6
 """
 
 
+PRECISION = os.environ.get("ROLLART_TEST_PRECISION", "")
+"""What `learner.precision` is set to where a test does not choose it; empty: the product's default."""
+
+
 def tiny_recipe(folder: Path, *, steps: int = 3, seed: int = 0, extra: str = "") -> Path:
     path = folder / "tiny.toml"
     path.write_text(TINY.format(steps=steps, seed=seed) + extra)
@@ -54,7 +58,8 @@ def rollart(*arguments: object, **options: object) -> subprocess.CompletedProces
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "rollart.cli", *(str(a) for a in arguments)]
+    forced = ["--set", f"learner.precision={PRECISION}"] if PRECISION and arguments[0] == "train" else []
+    return [sys.executable, "-m", "rollart.cli", *(str(a) for a in arguments), *forced]
 
 
 def environment() -> dict[str, str]:

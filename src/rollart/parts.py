@@ -133,8 +133,11 @@ def make_ranked(recipe: Recipe, policy: Policy, reference: Policy | None, launch
 
 
 def learner_settings(recipe: Recipe) -> LearnerSettings:
-    """With the run's length as that of its schedule."""
+    """With the run's length as that of its schedule; precision `auto` is float32 where an engine is embedded, for it
+    samples in float32."""
     settings = recipe.learner
+    if settings.precision == "auto" and any(pool.engine == "embedded" for pool in recipe.pools.values()):
+        settings = dataclasses.replace(settings, precision="float32")
     if settings.schedule != "constant" and not settings.total_steps:
         settings = dataclasses.replace(settings, total_steps=recipe.pipeline.steps)
     return settings

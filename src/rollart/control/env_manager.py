@@ -134,6 +134,8 @@ class EnvManager:
                                                        environment.first())
         context = self._prompt = s.renderer.prompt(observation.messages)
         history = list(observation.messages)
+        if wave:
+            await wave.arrive(f"{self.id} before turn 0")
         for turn in range(self.task.max_turns):
             if settings.context_tokens and len(context) + self.task.max_tokens > settings.context_tokens:
                 self._note = (f"the {'context' if turn else 'prompt'} left no room for an action in "

@@ -171,7 +171,8 @@ class RolloutScheduler:
             raise asyncio.CancelledError
 
     def _complete(self, group: GroupRun) -> None:
-        finished = Group(group.id, group.task, group.born, tuple(group.good))
+        members = tuple(sorted(group.good, key=lambda member: member.id))  # who was first is chance
+        finished = Group(group.id, group.task, group.born, members)
         if self._buffer.put(finished):
             group.kept = True
             self._failed_in_a_row = 0

@@ -53,6 +53,7 @@ class EmbeddedEngine:
                               choose_device(settings.device))
         self._wake = threading.Condition()
         self._commands: deque[tuple[Callable[[], None], Callable[[Exception], None]]] = deque()
+        self._posted: list[tuple[Callable[[], None], Callable[[Exception], None]]] = []
         self._thread: threading.Thread | None = None
         self.lost: str | None = "not started"
         """Why the engine does not serve, or None while it does."""
@@ -150,14 +151,22 @@ class EmbeddedEngine:
     def _post(self, command: Callable[[], None], refuse: Callable[[Exception], None] | None = None) -> None:
         """Queue a command for the thread; `refuse` hears of it when the engine is lost before or while it runs.
 
-        The queue is as long as there are callers: each but abort and release waits for its answer.
+        What is posted in one pass of the event loop reaches the thread at once: requests that wake together are then
+        batched together, whatever the threads' timing, so that a run in waves repeats itself. The queue is as long as
+        there are callers: each but abort and release waits for its answer.
         """
+        self._posted.append((command, refuse or ignore))
+        if len(self._posted) == 1:
+            asyncio.get_running_loop().call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
+        posted, self._posted = self._posted, []
         with self._wake:
             if self.lost is None:
-                self._commands.append((command, refuse or ignore))
+                self._commands.extend(posted)
                 self._wake.notify()
                 return
-        if refuse:
+        for _, refuse in posted:
             refuse(EngineLost(f"engine {self.id} is lost: {self.lost}"))
 
     async def _ask(self, command: Callable[[], None]) -> None:
@@ -185,7 +194,7 @@ class EmbeddedEngine:
         if turn.limit <= 0:
             turn.done(turn.completion(Finish.LENGTH, self.id, self.version or 0))
         else:
-            insort(self._waiting, turn, key=lambda turn: turn.request.trajectory.group)
+            insort(self._waiting, turn, key=lambda turn: turn.request.trajectory)
 
     def _abort(self, turn: Running) -> None:
         if turn in self._waiting:

@@ -87,8 +87,9 @@ class LearnerSettings:
     micro_batch_tokens: packed tokens per forward and backward pass; it changes memory and speed, never the result.
     minibatches: optimizer steps per batch. threads: CPU threads it computes with (0: its share of the
         cores).
-    precision: float32, bfloat16 (autocast; weights and log-probabilities stay float32), or auto: bfloat16 where the
-        hardware has it. device: cpu, cuda, cuda:1, ..., or auto: cuda if there is one.
+    precision: float32, bfloat16 (autocast; weights and log-probabilities stay float32), or auto: bfloat16 on a GPU whose
+        engines are vLLM's, float32 elsewhere, so that engine and learner compute alike. device: cpu, cuda, cuda:1, ...,
+        or auto: cuda if there is one.
     gradient_checkpointing: keep only each layer's input for the backward pass and compute the rest again: less memory,
         about a third more time.
     routing_replay: of a mixture of experts, train with the experts that the engine took where it recorded them.

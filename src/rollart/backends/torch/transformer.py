@@ -86,7 +86,8 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(-1, self.kv_heads, self.head_dim)
         v = self.v_proj(x).view(-1, self.kv_heads, self.head_dim)
         if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            wide = self.q_norm.weight.dtype  # under autocast q and k are bfloat16, which a float32 norm does not fuse
+            q, k = self.q_norm(q.to(wide)), self.k_norm(k.to(wide))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         outs = []
         for gather in packed.gathers:
