@@ -332,12 +332,21 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(kind, content, tmp_path):
     assert "\n" not in str(raised.value)
 
 
-def test_a_saved_tokenizer_names_a_class_that_every_transformers_has_and_reads_back_the_same(tmp_path):
+def test_a_saved_tokenizer_has_the_names_that_every_transformers_reads_and_comes_back_the_same(tmp_path):
     import json
-    chat = load_chat(folder_with_ab(tmp_path))
+
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(folder_with_ab(tmp_path))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<more>"]})
+    tokenizer.save_pretrained(tmp_path)
+    chat = load_chat(tmp_path)
     (tmp_path / "saved").mkdir()
     chat.save(tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
-    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 5 would write TokenizersBackend
+    assert config["additional_special_tokens"] == ["<more>"]  # and a list that 4 takes for a table
+    assert not config.get("extra_special_tokens")
+    assert config["model_input_names"] == ["input_ids", "attention_mask"]  # what these models' generate takes
     again = load_chat(tmp_path / "saved")
     assert (list(again.prompt(CONVERSATION)), again.stop) == (list(chat.prompt(CONVERSATION)), chat.stop)
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").all_special_tokens == tokenizer.all_special_tokens

@@ -25,6 +25,7 @@ from rollart.envs.tool_calls import translate
 _SPECIALS = ("<|pad|>", *(f"<|{role}|>" for role in ROLES), "<|end|>")
 _PADDING, _END = 256, 256 + len(_SPECIALS) - 1
 _HEADERS = {role: 257 + i for i, role in enumerate(ROLES)}
+_INPUTS = ["input_ids", "attention_mask"]  # of decoders; a tokenizer of no stated class gives one more by default
 _BYTE_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
@@ -113,7 +114,8 @@ class ByteChat:
                       "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
                       "vocab": {character: byte for byte, character in enumerate(_byte_characters())}, "merges": []}}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "byte_chat": True, "pad_token": "<|pad|>",
-                  "eos_token": "<|end|>", "clean_up_tokenization_spaces": False, "chat_template": _BYTE_TEMPLATE}
+                  "eos_token": "<|end|>", "clean_up_tokenization_spaces": False, "chat_template": _BYTE_TEMPLATE,
+                  "model_input_names": _INPUTS}
         for name, content in (("tokenizer.json", tokenizer), ("tokenizer_config.json", config)):
             (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -211,10 +213,12 @@ class HFChat:
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)
         path = folder / "tokenizer_config.json"
-        config = read_json(path)
-        if config.get("tokenizer_class") == "TokenizersBackend":  # the new name, which transformers 4 does not know
-            path.write_text(json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2,
-                                       ensure_ascii=False) + "\n", encoding="utf-8")
+        config = read_json(path)  # transformers 5 writes two names that 4 does not read, and reads the old ones
+        if config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+            config |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": _INPUTS}
+        if isinstance(config.get("extra_special_tokens"), list):
+            config["additional_special_tokens"] = config.pop("extra_special_tokens")
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def _encode(self, text: str) -> list[int]:
         return [token for part in text.split(_BREAK)
