@@ -157,7 +157,7 @@ class HFChat:
             raise ConfigError(f"the chat template of {self._folder} ends no assistant turn with a special token")
         marks = {self.decode([end]), _SPEECH, *self._tokenizer.all_special_tokens,
                  *(token.content for token in added.values() if token.special or _MARK.fullmatch(token.content))}
-        self._control = re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)))
+        self._control = re.compile(_any_of(marks))
         self.stop: tuple[int, ...] = tuple(dict.fromkeys([end, *self._ends()]))
         padding = self._tokenizer.pad_token_id
         self.padding: int = end if padding is None else padding
@@ -303,6 +303,15 @@ def _tokenizer(folder: Path) -> Any:
     if not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer of {folder} has no chat template; add one as chat_template.jinja")
     return tokenizer
+
+
+def _any_of(words: Iterable[str]) -> str:
+    """The pattern of the longest of these words. What they begin with alike is read once, for there may be hundreds."""
+    tails: dict[str, list[str]] = {}
+    for word in words:
+        tails.setdefault(word[:1], []).append(word[1:])
+    return "|".join(f"{re.escape(head)}(?:{_any_of(rest)})" if head else ""
+                    for head, rest in sorted(tails.items(), reverse=True))
 
 
 def _line(error: Exception) -> str:
