@@ -44,3 +44,29 @@ def test_the_formats_as_models_write_them():
 def test_what_is_no_call_stays_text(broken):
     assert parse(broken, "hermes") == []
     assert translate(broken, "hermes", "tags") == broken
+
+
+@pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"name": ', "<a>", "<a><b>", "{", '{"', '{"\\"', "{} "])
+@pytest.mark.parametrize("source", FORMATS)
+def test_what_a_collapsed_policy_repeats_300_000_characters_long_costs_no_more_than_its_length(source, unit):
+    """Work that grew with the square of these lengths would take minutes: it runs on the control plane's loop."""
+    text = unit * (300_000 // len(unit))
+    target = "hermes" if source == "tags" else "tags"
+    call = render(ToolCall("calc", {"input": "2*3"}), source)
+    assert translate(text, source, target) == text
+    assert translate(call + "\n" + text, source, target) == (
+        render(ToolCall("calc", {"input": "2*3"}), target) + "\n" + text)
+
+
+def test_the_next_closing_tag_ends_a_call_and_nothing_in_it_is_another():
+    assert parse("<b><a>1</a><a><a>2</a></a><c>3</c>", "tags") == [
+        ToolCall("a", {"input": "1"}), ToolCall("a", {"input": "<a>2"}), ToolCall("c", {"input": "3"})]
+    assert parse("<a><b>1</b></a>", "tags") == [ToolCall("a", {"input": "<b>1</b>"})]
+
+
+def test_llama_calls_may_share_a_line_and_braces_in_strings_or_prose_do_not_count():
+    text = ('the set {1, 2} of <|python_tag|>{"name": "f", "parameters": {"a": "}{\\""}}; {"name": "g"} \n\n'
+            '{"name": "h"} is said, not called')
+    assert parse(text, "llama") == [ToolCall("f", {"a": '}{"'}), ToolCall("g")]
+    assert translate(text, "llama", "tags") == (
+        'the set {1, 2} of <f>{"a": "}{\\""}</f>; <g>{}</g> \n\n{"name": "h"} is said, not called')

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from rollart.backends.torch.chat import ByteChat, load_chat
 from rollart.backends.torch.checkpoint import load_model, save_model
 from rollart.backends.torch.settings import SmallModel
+from rollart.backends.torch.shapes import ModelConfig, Rope
 from rollart.backends.torch.transformer import small_model
 from rollart.core.errors import ConfigError
 from rollart.core.types import Message
@@ -33,6 +34,7 @@ def test_logits_equal_those_of_transformers_both_ways(family, tied, rope, extra,
     config = AutoConfig.for_model(family, **{
         "vocab_size": 270, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"], "rope_scaling": None if rope is PLAIN else rope,  # for transformers 4
         "tie_word_embeddings": tied, **extra})
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(config)
@@ -106,6 +108,85 @@ def test_what_is_no_whole_model_is_refused_by_name(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"has no model\.safetensors"):
         load_model(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="is not JSON"):
+    for content, message in ((b"{", "is not JSON"), (b"\xff", "is not JSON"), (b"[]", "must hold a JSON object")):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            load_model(tmp_path)
+
+
+@pytest.mark.parametrize("rope", [PLAIN, LINEAR, LLAMA3])
+def test_a_saved_shape_says_its_rotary_embedding_in_the_old_words_and_in_the_new(rope):
+    """transformers 4 reads `rope_theta` and `rope_scaling`, 5 reads `rope_parameters`."""
+    config = ModelConfig(family="llama", vocabulary=270, width=48, mlp=64, layers=1, heads=4, kv_heads=2, head_dim=12,
+                         context_tokens=256, rope=Rope.from_hf({"rope_parameters": rope}))
+    new = config.to_hf()
+    old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    assert new["rope_parameters"] == rope
+    assert old["rope_theta"] == rope["rope_theta"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    assert old["rope_scaling"] == (None if rope is PLAIN else scaling)
+    assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new) == config
+
+
+def test_weights_come_from_the_file_that_transformers_reads(tmp_path):
+    """A single file goes before an index, which may be of older shards; an index alone must name its files."""
+    from transformers import AutoModelForCausalLM
+    model = small_model(TINY, 0)
+    save_model(model, tmp_path, ByteChat())
+    index = tmp_path / "model.safetensors.index.json"
+    whole = load_file(tmp_path / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in whole.items()}, tmp_path / "old.safetensors")
+    for stale in ({"weight_map": dict.fromkeys(whole, "old.safetensors")}, {}):
+        index.write_text(json.dumps(stale))
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+        for name, tensor in load_model(tmp_path).state_dict().items():
+            assert torch.equal(tensor, whole[name])
+            assert torch.equal(tensor, theirs[name])
+    (tmp_path / "model.safetensors").unlink()
+    for broken in ({}, {"weight_map": {}}, {"weight_map": 3}, {"weight_map": {"model.norm.weight": None}}):
+        index.write_text(json.dumps(broken))
+        with pytest.raises(ConfigError, match="must say in weight_map which file holds each tensor"):
+            load_model(tmp_path)
+
+
+def test_a_head_of_its_own_is_never_dropped_in_silence(tmp_path):
+    """Where the config says that it is the embedding, transformers 4 drops it and 5 keeps it: the user must say."""
+    from transformers import AutoModelForCausalLM
+    model = small_model(TINY, 0)
+    save_model(model, tmp_path, ByteChat())
+    whole, ids = load_file(tmp_path / "model.safetensors"), torch.arange(20)
+    embedding = whole["model.embed_tokens.weight"]
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def logits(**tied):
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k[:3] != "tie"} | tied))
+        ours = load_model(tmp_path)
+        with torch.no_grad():
+            found = ours.logits(ours(ids, ids, [20]))
+            theirs = AutoModelForCausalLM.from_pretrained(tmp_path)(ids[None]).logits[0]
+        assert torch.allclose(found, theirs, atol=1e-5)
+        return found
+
+    tied = logits(tie_word_embeddings=True)
+    save_file({**whole, "lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert torch.equal(logits(tie_word_embeddings=True), tied)
+    save_file({**whole, "lm_head.weight": -embedding}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings = true, but an lm_head.weight that differs"):
+        logits(tie_word_embeddings=True)
+    assert torch.equal(logits(), logits(tie_word_embeddings=False))
+    assert torch.allclose(logits(), -tied, atol=1e-5)
+    save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"missing tensors: lm_head\.weight"):
+        logits()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite_are_refused_by_name(value, dtype, tmp_path):
+    model = small_model(TINY, 0).to(dtype)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = value
+    save_model(model, tmp_path, ByteChat())
+    with pytest.raises(ConfigError, match=r"must be finite; .*1\.mlp\.up_proj\.weight holds others") as raised:
         load_model(tmp_path)
+    assert "\n" not in str(raised.value)

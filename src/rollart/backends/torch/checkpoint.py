@@ -1,7 +1,7 @@
 """Models as Hugging Face folders: config.json and safetensors in, the same out, without transformers.
 
 Keeps true: what `save_model` writes, transformers' AutoModelForCausalLM and AutoTokenizer load; a folder that does not
-hold exactly the tensors of its config is refused by name.
+hold exactly the tensors of its config, all values finite, is refused by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollart.backends.torch.chat import Chat
+from rollart.backends.torch.chat import Chat, read_json
 from rollart.backends.torch.lora import plain_state
 from rollart.backends.torch.shapes import ModelConfig
 from rollart.backends.torch.transformer import Transformer
@@ -27,7 +27,8 @@ from rollart.core.errors import ConfigError
 def load_model(folder: Path | str, device: str | torch.device = "cpu",
                dtype: torch.dtype = torch.float32) -> Transformer:
     """The model of a Hugging Face folder. Raises ConfigError, in one line, for anything that is not a whole model of
-    a supported kind: a missing file, an unsupported model_type, a missing or unknown tensor, a wrong shape."""
+    a supported kind: a missing file, an unsupported model_type, a missing or unknown tensor, a wrong shape, a value
+    that is not finite."""
     config, tensors = read_model(folder)
     with torch.device("meta"):
         model = Transformer(config)
@@ -47,7 +48,16 @@ def load_config(folder: Path | str) -> ModelConfig:
 def read_model(folder: Path | str) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Shape and tensors of a Hugging Face folder. Raises ConfigError."""
     config = load_config(folder)
-    return config, _tensors(Path(folder), config)
+    tensors = _tensors(Path(folder))
+    if bad := next((name for name, tensor in sorted(tensors.items()) if not tensor.isfinite().all()), None):
+        raise ConfigError(f"the weights in {folder} must be finite; {bad} holds others: take another checkpoint")
+    head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    if config.tied and head is not None:
+        if embedding is not None and not (head.shape == embedding.shape and bool((head == embedding).all())):
+            raise ConfigError(f"{folder} has tie_word_embeddings = true, but an lm_head.weight that differs from the "
+                              "embedding: set it to false in config.json, or remove that tensor from the files")
+        del tensors["lm_head.weight"]
+    return config, tensors
 
 
 def save_model(model: Transformer, folder: Path | str, chat: Chat) -> None:
@@ -77,22 +87,20 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     if not folder.is_dir():
         raise ConfigError(f"a model needs a Hugging Face checkpoint folder; {folder} is not a folder")
     try:
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        return read_json(folder / name)
     except FileNotFoundError:
         raise ConfigError(f"a model needs a Hugging Face checkpoint folder; {folder} has no {name}") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{folder / name} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{folder / name} must hold a JSON object; got {type(content).__name__}")
-    return content
 
 
-def _tensors(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
-    """All tensors by name, from one file or from shards; without copies of what the config derives."""
-    if (folder / "model.safetensors.index.json").exists():
-        files = sorted(set(_read_json(folder, "model.safetensors.index.json").get("weight_map", {}).values()))
-    else:
-        files = ["model.safetensors"]
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors by name, but those that the config gives: from one file, or without it from the shards of an index,
+    as transformers reads them."""
+    files, index = ["model.safetensors"], "model.safetensors.index.json"
+    if not (folder / files[0]).exists() and (folder / index).exists():
+        shards = _read_json(folder, index).get("weight_map")
+        if not isinstance(shards, dict) or not shards or not all(isinstance(file, str) for file in shards.values()):
+            raise ConfigError(f"{folder / index} must say in weight_map which file holds each tensor")
+        files = sorted(set(shards.values()))
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
@@ -102,9 +110,4 @@ def _tensors(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
             raise ConfigError(f"{folder} has no {file}: weights are read from safetensors files") from None
         except SafetensorError as error:
             raise ConfigError(f"{folder / file} is not a whole safetensors file: {error}") from None
-    derived = [name for name in tensors if name.endswith("rotary_emb.inv_freq")]
-    if config.tied:
-        derived.append("lm_head.weight")
-    for name in derived:
-        tensors.pop(name, None)
-    return tensors
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}

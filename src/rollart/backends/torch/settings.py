@@ -159,9 +159,10 @@ class LoraSettings:
 class ChatSettings:
     """How a checkpoint folder's chat template is applied.
 
-    reasoning: keep (a past turn stays as it was sampled, reasoning included) or drop (it is rendered as the template
-    renders past turns, without what stands up to </think>, and the trajectory forks there). tools: how the model writes
-    tool calls: tags, hermes (Qwen too) or llama; tasks see and give them as tags (`rollart.envs.tool_calls`).
+    reasoning: keep (a past turn stays as it was sampled, reasoning included) or drop (past turns are rendered anew,
+    with what stands up to </think> only where the template keeps it, and the trajectory forks where that reads
+    otherwise). tools: how the model writes tool calls: tags, hermes (Qwen too) or llama; tasks see and give them as
+    tags (`rollart.envs.tool_calls`).
     """
 
     reasoning: Literal["keep", "drop"] = "keep"

@@ -135,14 +135,17 @@ class ModelConfig:
             raise ConfigError(f"config.json of a {family} model needs {missing}") from None
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of a `config.json` that transformers reads as the same model."""
+        """The content of a `config.json` that transformers, 4 and 5, reads as the same model."""
+        scaling = {} if self.rope.kind == "default" else self.rope.to_hf()
+        scaling.pop("rope_theta", None)
         return {
             "architectures": [FAMILIES[self.family]], "model_type": self.family, "hidden_act": "silu",
             "vocab_size": self.vocabulary, "hidden_size": self.width, "intermediate_size": self.mlp,
             "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
             "max_position_embeddings": self.context_tokens, "rms_norm_eps": self.norm_eps,
-            "rope_theta": self.rope.theta, "rope_parameters": self.rope.to_hf(),
+            "rope_parameters": self.rope.to_hf(),
+            "rope_theta": self.rope.theta, "rope_scaling": scaling or None,  # what transformers 4 reads instead
             "tie_word_embeddings": self.tied, "attention_dropout": 0.0,
             **({} if self.family == "qwen2" else {"attention_bias": self.qkv_bias}),
             **({"moe_intermediate_size": self.mlp, "num_experts": self.experts, "norm_topk_prob": self.norm_topk,
