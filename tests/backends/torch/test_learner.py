@@ -387,9 +387,12 @@ def test_a_device_that_is_not_there_and_a_greedy_temperature_are_the_users_mista
         TorchTrainer(model(), PLAIN, AlgoSettings(), MemoryWeights(), temperature=0.0)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_bandit_is_learned_from_its_rewards_by_every_algorithm(name):
-    """Prompt x of 6, answer (3x + 1) mod 20 among 20 tokens: from about chance to nearly always, in real steps."""
+@pytest.mark.parametrize(("name", "precision"), [*((name, "float32") for name in ALGORITHMS),
+                                                 *((name, "bfloat16") for name in ("grpo", "dr_grpo", "ppo"))])
+def test_a_bandit_is_learned_from_its_rewards_by_every_algorithm(name, precision):
+    """Prompt x of 6, answer (3x + 1) mod 20 among 20 tokens: from about chance to nearly always, in real steps.
+    64 draws a prompt, one in each 64th of the distribution: an answer that the policy gives 1 time in 64 is found, so that
+    luck does not decide whether it is seen before the policy has grown sure of another."""
     chance = torch.Generator().manual_seed(0)
 
     def play(policy, version):
@@ -399,7 +402,8 @@ def test_a_bandit_is_learned_from_its_rewards_by_every_algorithm(name):
         with torch.no_grad():
             hidden = policy(packed.ids, packed.positions, packed.lengths)
             logprobs = policy.logits(hidden[packed.scored]).log_softmax(-1)
-        drawn = torch.multinomial(logprobs.exp(), 16, replacement=True, generator=chance)
+        strata = (torch.arange(64) + torch.rand(6, 64, generator=chance)) / 64
+        drawn = torch.searchsorted(logprobs.exp().cumsum(-1), strata).clamp(max=19)
         for x, prompt in enumerate(prompts):
             members = []
             for number, token in enumerate(drawn[x].tolist()):
@@ -412,15 +416,16 @@ def test_a_bandit_is_learned_from_its_rewards_by_every_algorithm(name):
 
     async def story():
         policy, algo = model(), AlgoSettings.named(name)
-        trainer = TorchTrainer(policy, LearnerSettings(learning_rate=1e-2, device="cpu"), algo, MemoryWeights())
+        settings = LearnerSettings(learning_rate=1e-2, device="cpu", precision=precision)
+        trainer = TorchTrainer(policy, settings, algo, MemoryWeights())
         rewards = []
-        for version in range(80):
+        for version in range(40):
             groups = play(policy, version)
-            rewards.append(sum(m.score.value for g in groups for m in g.members) / 96)
+            rewards.append(sum(m.score.value for g in groups for m in g.members) / (6 * 64))
             await trainer.step(make_batch(version, groups, algo).batch)
         trainer.close()
         return rewards
 
     rewards = run(story())
     assert sum(rewards[:3]) / 3 < 0.2
-    assert sum(rewards[-5:]) / 5 > (0.8 if name == "ppo" else 0.9)  # with a critic one of the six prompts stays unfound
+    assert sum(rewards[-5:]) / 5 > 0.9
