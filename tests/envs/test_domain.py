@@ -51,11 +51,11 @@ def test_the_player_solves_all_without_error_half_with_errors_and_chance_next_to
     def success(error_rate):
         return sum(d.success for d in demonstrations(domain, count, error_rate=error_rate)) / count
 
-    tasks = [domain.task(i, "train") for i in range(count)]
-    random_success = sum(play_episode(domain, t, domain.random_player(t, 0)).success for t in tasks) / count
+    tasks = [domain.task(i, "train") for i in range(1000 if name == "guess" else count)]
+    random_success = sum(play_episode(domain, t, domain.random_player(t, 0)).success for t in tasks) / len(tasks)
     assert success(0.0) == 1.0
     assert 0.3 < success(0.25) < 0.7
-    assert random_success < (0.31 if name == "guess" else 0.05)  # 4 blind guesses among 13 to 15 letters: 0.27 to 0.31
+    assert random_success < (0.20 if name == "guess" else 0.05)  # 5 blind guesses among 24 to 26 letters
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -140,7 +140,7 @@ def test_the_calculator_does_the_operation_it_is_asked_for_and_evaluates_no_text
     ("frozen_lak", {}, "no domain 'frozen_lak': did you mean 'frozen_lake'"),
     ("guess", {"letter": 3}, "domain guess has no setting 'letter': did you mean 'letters'"),
     ("guess", {"letters": "3"}, "domain guess: letters must be int; got '3'"),
-    ("guess", {"fewest": 2, "letters": 16}, "16 letters need 5 guesses; got max_turns 4"),
+    ("guess", {"fewest": 2, "letters": 16, "max_turns": 4}, "16 letters need 5 guesses; got max_turns 4"),
     ("frozen_lake", {"size": 5, "max_turns": 7}, "size 5 takes at least 8 moves; got max_turns 7"),
     ("calculator", {"largest": 6}, "largest 6 needs as many turns; got max_turns 5"),
     ("nowhere.at_all:X", {}, "needs the module nowhere"),

@@ -4,9 +4,12 @@ Keeps true: the agent reads the range that is left (the alphabet is a ring: afte
 end of its action counts; what it writes before is its working, which no reward looks at: the letters of the range,
 parted at their middle. Whoever guesses the middle never runs out of guesses; whoever says `stop` gives up:
 
-    user t-h        assistant tuvwxyz a bcdefgh guess a
-    user b-h        assistant bcd e fgh guess e
-    user b-d        assistant b c d guess c
+    user t-r        assistant tuvwxyzabcde f ghijklmnopqr guess f
+    user t-e        assistant tuvwxy z abcde guess z
+    user a-e        assistant ab c de guess c
+
+Five guesses find the secret among up to 31 letters when each halves what is left; five blind ones find it among 24 to 26
+in a fifth of the games.
 """
 
 from __future__ import annotations
@@ -30,12 +33,12 @@ _RING = string.ascii_lowercase
 class GuessSettings(DomainSettings):
     """fewest, letters: how many letters the secret is one of, at least and at most (letters).
 
-    max_turns is the number of guesses; 15 letters need 4 when every guess halves what is left.
+    max_turns is the number of guesses; 26 letters need 5 when every guess halves what is left.
     """
 
-    fewest: int = 13
-    letters: int = 15
-    max_turns: int = 4
+    fewest: int = 24
+    letters: int = 26
+    max_turns: int = 5
     max_tokens: int = 40
 
     def __post_init__(self) -> None:
