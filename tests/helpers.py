@@ -54,7 +54,7 @@ def rollart(*arguments: object, **options: object) -> subprocess.CompletedProces
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "rollart.cli", *(str(a) for a in arguments)]
+    return [sys.executable, "-m", "rollart", *(str(a) for a in arguments)]
 
 
 def environment() -> dict[str, str]:

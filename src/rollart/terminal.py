@@ -2,7 +2,7 @@
 
 Keeps true: what is printed never ends a command. A character that the terminal has no code for becomes its nearest in
 ASCII; control characters of foreign text (a model's, an environment's, an exception's) are shown, never obeyed; a
-reader that goes away (a closed terminal, `| head -1`) or a disk that is full costs the rest of the output, not the work.
+reader that goes away (a closed terminal, `| head -1`) or a disk that is full costs the rest of the output only.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def open_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
     sys.stdin = sys.stdin or os.fdopen(0)
     sys.stdout, sys.stderr = _outlet(sys.stdout, 1), _outlet(sys.stderr, 2)
 

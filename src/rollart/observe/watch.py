@@ -40,8 +40,7 @@ def watch(run: Path, seconds: float, console: Terminal) -> None:
 def _on_a_screen(run: Path, seconds: float, console: Terminal) -> None:
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while _running(run) and not console.gone:
-            head = Text(f"{waiting(read_status(run))}   [every {seconds:g} s, Ctrl-C ends the watching]", "dim",
-                        no_wrap=True, overflow="ellipsis")
+            head = Text(waiting(read_status(run)), no_wrap=True, overflow="ellipsis")
             live.update(Group(head, render_status(run)), refresh=True)
             time.sleep(seconds)
 
