@@ -150,7 +150,7 @@ async def _train(recipe: Recipe, folder: RunFolder, *, resume: bool) -> bool:
 
     def ask() -> bool:
         for run in runs:
-            view.note("ending after the step under way; Ctrl-C again ends at once (both can be resumed)")
+            view.note("ending after the step or evaluation under way; Ctrl-C again ends at once (both can go on)")
             run.pipeline.stop()
         return bool(runs)
 

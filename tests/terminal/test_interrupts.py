@@ -66,7 +66,7 @@ def test_stop_and_go_on_watch_interrupt_once_and_twice_in_a_path_with_spaces(tmp
     assert plain.wait(60) == 0
 
     person.sendcontrol("c")
-    person.expect_exact("ending after the step under way")
+    person.expect_exact("ending after the step")
     person.expect_exact("interrupted; continue with: rollart train --resume 'my run'")
     assert ended(watcher) == 0
     assert "interrupted" in watcher.logfile_read.text()
@@ -77,7 +77,7 @@ def test_stop_and_go_on_watch_interrupt_once_and_twice_in_a_path_with_spaces(tmp
     person.expect_exact("training ")
     until_step(run, done + 1)
     person.sendcontrol("c")
-    person.expect_exact("ending after the step under way")
+    person.expect_exact("ending after the step")
     person.sendcontrol("c")
     person.expect_exact("interrupted; continue with")
     person.expect_exact("READY> ")

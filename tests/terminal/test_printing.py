@@ -83,5 +83,5 @@ def test_a_typo_is_one_line_that_says_where_help_is(arguments, said):
 def test_an_error_line_is_harmless():
     result = rollart("train", "\x1b]0;x\x07.toml")
     assert result.returncode == 2
-    assert "\u241b]0;x\u2407.toml does not exist" in result.stderr
+    assert "\u241b]0;x.toml does not exist" in result.stderr
     assert "\x1b" not in result.stderr
