@@ -80,6 +80,14 @@ def test_a_typo_is_one_line_that_says_where_help_is(arguments, said):
     assert line.endswith("--help)")
 
 
+def test_a_typo_in_a_files_name_is_told_with_the_nearest(tmp_path):
+    (tmp_path / "short.toml").touch()
+    result = rollart("train", tmp_path / "shrot.toml")
+    assert result.returncode == 2
+    assert result.stderr == (f"error: recipe {tmp_path}/shrot.toml does not exist: did you mean "
+                             f"'{tmp_path}/short.toml'?\n")
+
+
 def test_an_error_line_is_harmless():
     result = rollart("train", "\x1b]0;x\x07.toml")
     assert result.returncode == 2
