@@ -228,7 +228,7 @@ async def _in_thread(recipe: Recipe, progress: Progress) -> Policy:
     """`first_policy` beside the event loop; a cancel ends it at its next step."""
     stop = threading.Event()
 
-    def tell(what: str, step: int, steps: int, figure: float) -> None:
+    def tell(what: str, step: int, steps: int, figure: float | None) -> None:
         if stop.is_set():
             raise RunError(f"{what} was interrupted")
         progress(what, step, steps, figure)

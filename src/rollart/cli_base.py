@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 import sqlite3
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from rollart.core.errors import ConfigError, RollArtError, first_error
+from rollart.terminal import Terminal, open_streams
 
-console = Console()
-errors = Console(stderr=True)
+console = Terminal()
+errors = Terminal(stderr=True)
+UsageError = typer.BadParameter.__bases__[0]
+"""Of typer, which has it from click or brings its own, by version."""
 
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE",
                                                 help="Override a recipe key, e.g. pipeline.steps=20. Repeatable.")]
@@ -22,12 +26,17 @@ Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE",
 
 def tell(text: str, style: str = "") -> None:
     """To the person, not into what the command prints."""
-    errors.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+    errors.print(text, style=style, soft_wrap=True)
 
 
 def fail(message: str, code: int) -> None:
     tell(f"error: {message}", "red")
     raise SystemExit(code)
+
+
+def how_to_resume(run: Path) -> str:
+    """The command, as it can be pasted into a shell."""
+    return f"rollart train --resume {shlex.quote(str(run))}"
 
 
 @contextmanager
@@ -36,13 +45,35 @@ def clear_errors(resume: Path | None = None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        tell("interrupted")
+        tell(f"interrupted; continue with: {how_to_resume(resume)}" if resume else "interrupted")
         raise SystemExit(130) from None
     except (RollArtError, OSError, sqlite3.Error, BaseExceptionGroup) as error:
         first = first_error(error)
         if isinstance(first, ConfigError):
             fail(str(first), 2)
-        hint = f"; continue with: rollart train --resume {resume}" if resume and "--resume" not in str(first) else ""
+        hint = f"; continue with: {how_to_resume(resume)}" if resume and "--resume" not in str(first) else ""
         if isinstance(first, RollArtError | OSError | sqlite3.Error):
             fail(f"{first}{hint}", 1)
         raise first from None
+
+
+def run_program(app: Callable[..., object]) -> None:
+    """Run the command line: a mistake in it is one line and exit code 2, like every other mistake."""
+    open_streams()
+    try:
+        code = app(prog_name="rollart", standalone_mode=False)
+    except UsageError as mistake:
+        if type(mistake).__name__ == "NoArgsIsHelpError":
+            typer.echo(mistake.format_message(), nl=False)
+            raise SystemExit(2) from None
+        said = " ".join(mistake.format_message().split()).rstrip(".")
+        path = mistake.ctx.command_path if mistake.ctx else "rollart"
+        fail(f"{said} (see {path} --help)", 2)
+    except typer.Abort:
+        raise SystemExit(130) from None
+    except SystemExit as leaving:
+        code = leaving.code
+    sys.stdout.flush()
+    if not code and (failed := getattr(sys.stdout, "failed", "")):
+        fail(f"the output could not be written: {failed}", 1)
+    raise SystemExit(code if isinstance(code, int) else 0)

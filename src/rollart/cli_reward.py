@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from rollart.cli_base import clear_errors, console
@@ -58,7 +57,7 @@ def _framework(function: str, host: str, port: int) -> list[str]:
                           "python -m rollart.rewards.server") from None
     source = Path(tempfile.mkdtemp(prefix="rollart-reward-")) / "main.py"
     source.write_text(entry(function))
-    console.print(f"serving {function} at http://{host}:{port} (Ctrl-C ends it)", markup=False, highlight=False)
+    console.print(f"serving {function} at http://{host}:{port} (Ctrl-C ends it)")
     return ["-m", "functions_framework", "--target", "reward", "--source", str(source), "--host", host,
             "--port", str(port)]
 
@@ -78,14 +77,14 @@ def package(
         _here()
         folder = out or Path(f"reward-{target}")
         files = write_package(function, target, folder, concurrency=concurrency, seconds=seconds)
-    console.print(f"{len(files)} files in {folder}; how to deploy them: {folder / 'README.md'}", markup=False,
-                  highlight=False)
+    console.print(f"{len(files)} files in {folder}; how to deploy them: {folder / 'README.md'}")
 
 
 @reward_app.command(name="try")
 def try_out(
     function: Function,
-    source: Annotated[Path, typer.Argument(help="A run folder, or requests as JSON (one, a list, or one a line).")],
+    source: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="A run folder, or requests as JSON (one, a "
+                                             "list, or one a line).")],
     where: Annotated[str, typer.Option(help="As reward.where in a recipe: in_process, elastic, a URL, ...")] =
     "in_process",
     save: Annotated[Path | None, typer.Option(help="Write requests with both scores here, one a line.")] = None,
@@ -180,13 +179,12 @@ def _show(rows: list[tuple[RewardRequest, Score | None, Score | str]], as_json: 
     table = Table("trajectory", "domain", "before", "now", "why", title="changed or without a score",
                   title_justify="left")
     for request, before, after in changed[:SHOWN]:
-        table.add_row(request.id, escape(request.domain), f"{before.value:.3f}", f"{after.value:.3f}",
-                      escape(after.reason))
+        table.add_row(request.id, request.domain, f"{before.value:.3f}", f"{after.value:.3f}", after.reason)
     for request, why in failed[:SHOWN]:
-        table.add_row(request.id, escape(request.domain), "", "-", escape(why))
+        table.add_row(request.id, request.domain, "", "-", why)
     if table.row_count:
         console.print(table)
     mean = "-" if figures["mean"] is None else f"{figures['mean']:.4f}"
     old = "-" if figures["mean_before"] is None else f"{figures['mean_before']:.4f}"
     console.print(f"{len(values)} of {len(rows)} scored, {len(failed)} failed, {len(changed)} changed; mean {mean}, "
-                  f"before {old}", highlight=False)
+                  f"before {old}")

@@ -57,7 +57,8 @@ Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write
 
 
 def simulate(
-    recipe: Annotated[str, typer.Argument(help="A simulation recipe, e.g. recipes/sim_paper.toml; or `swarm`: the "
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A simulation recipe, e.g. "
+                                          "recipes/sim_paper.toml; or `swarm`: the "
                                           "random world that `rollart swarm` made from --seed.")],
     seed: Annotated[int | None, typer.Option(min=0, help="Of everything. Default: the recipe's.")] = None,
     json_file: Json = None,
@@ -96,7 +97,7 @@ def simulate(
     if str(json_file) != "-":
         _show(summary, took)
         if trace:
-            console.print(f"timeline: {trace} (open it in ui.perfetto.dev)", highlight=False)
+            console.print(f"timeline: {trace} (open it in ui.perfetto.dev)")
     if summary["ended"] != "finished":
         raise SystemExit(1)
 
@@ -104,10 +105,10 @@ def simulate(
 def _show(summary: dict[str, Any], took: float) -> None:
     wall, steps = summary["wall_seconds"], summary["steps"]
     if not steps:
-        console.print(f"no step was made; {summary['ended']}", highlight=False)
+        console.print(f"no step was made; {summary['ended']}")
         return
     tell(f"{wall:,.0f} simulated seconds in {took:.1f} s, {wall / max(took, 1e-9):,.0f} x real time")
-    console.print(f"{steps} steps, {summary['seconds_per_step']:,.1f} s each; {summary['ended']}", highlight=False)
+    console.print(f"{steps} steps, {summary['seconds_per_step']:,.1f} s each; {summary['ended']}")
     table = Table("pool", *right("GPU-hours", "busy"), title="where the GPUs were", title_justify="left")
     for name, hours in summary["gpu_hours"].items():
         table.add_row(name, f"{hours:,.1f}", f"{summary['utilisation'][name]:.0%}")
@@ -123,7 +124,7 @@ def _show(summary: dict[str, Any], took: float) -> None:
                   f"{summary['engines']['prefill_tokens']:,} prefilled, {summary['engines']['preempted']:,} turns "
                   f"preempted\nrewards: {rewards['instance_seconds']:,.0f} instance-seconds, "
                   f"{rewards['utilisation']:.0%} busy, {rewards['cold_starts']:,} cold starts\n"
-                  f"digest {summary['digest']}", highlight=False)
+                  f"digest {summary['digest']}")
 
 
 def swarm(
@@ -140,7 +141,8 @@ def swarm(
 
 
 def reproduce(
-    tables: Annotated[list[str] | None, typer.Argument(help="Which tables (default: all); see --list.")] = None,
+    tables: Annotated[list[str] | None, typer.Argument(metavar="TABLE", help="Which tables (default: all); see "
+                                                       "--list.")] = None,
     json_file: Json = None,
     listed: Annotated[bool, typer.Option("--list", help="List the tables and stop.")] = False,
     sensitivity: Annotated[bool, typer.Option(help="Also halve and double each assumed constant.")] = False,
@@ -158,7 +160,7 @@ def reproduce(
             raise ConfigError(f"--write {write} is no folder that can be written or made")
         if listed:
             for table in TABLES.values():
-                console.print(f"{table.name:12} {table.title}", highlight=False)
+                console.print(f"{table.name:12} {table.title}")
             return
         result = reproduce_tables(tables or list(TABLES), processes=processes, seed=seed,
                                   sensitivity=sensitivity, folder=write,
@@ -167,7 +169,8 @@ def reproduce(
 
 
 def plan(
-    recipe: Annotated[Path, typer.Argument(help="A simulation recipe: its model, mix and batch are kept.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A simulation recipe: its model, mix and batch are "
+                                           "kept.")],
     cluster: Annotated[str, typer.Option(help="What there is, e.g. 96xH800,32xH20.")],
     budget: Annotated[float | None, typer.Option(help="Most to spend per hour, in hours of one H20.")] = None,
     goal: Annotated[str, typer.Option(help="time (per trained step) or cost (per trained step).")] = "time",

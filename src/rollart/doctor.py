@@ -8,11 +8,11 @@ import os
 import platform
 import sys
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from rollart.sandbox.launch import INSTALL, reason
+from rollart.terminal import Terminal
 
 PARTS = (
     # module, distribution, extra, what it enables
@@ -30,23 +30,25 @@ PARTS = (
 )
 
 
-def check_up(console: Console) -> bool:
+def check_up(console: Terminal) -> bool:
     """Print the table. True if the quickstart can run here."""
     table = Table("part", "state", "what it is for", title="RollArt doctor", title_justify="left")
-    table.add_row(f"Python {platform.python_version()}", _state(sys.version_info >= (3, 11), "needs 3.11 or newer"), "")
+    table.add_row(f"Python {platform.python_version()}",
+                  _state("ok" if sys.version_info >= (3, 11) else "", "needs 3.11 or newer"), "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    table.add_row(f"{cores} CPU cores", _state(cores >= 2, "one core: rollout and training take turns"), "")
+    table.add_row(f"{cores} CPU cores",
+                  _state("ok" if cores >= 2 else "", "one core: rollout and training take turns"), "")
     needed = True
     for module, distribution, extra, use in PARTS:
         try:
             importlib.import_module(module)
-            state = f"[green]{importlib.metadata.version(distribution)}[/]"
+            state = _state(importlib.metadata.version(distribution))
         except ImportError as missing:
             needed = needed and extra in ("hf", "lora", "serverless", "ray")
-            state = f"[yellow]{missing}: pip install 'rollart\\[{extra}]'[/]"
-        table.add_row(module, state, escape(use))
+            state = _state("", f"{missing}: pip install 'rollart[{extra}]'")
+        table.add_row(module, state, use)
     kind = next((kind for kind in ("bubblewrap", "podman", "docker") if not reason(kind)), "")
-    table.add_row("sandbox", f"[green]{kind}[/]" if kind else f"[yellow]{reason('bubblewrap')}: {INSTALL}[/]",
+    table.add_row("sandbox", _state(kind, f"{reason('bubblewrap')}: {INSTALL}"),
                   "running code that a model wrote: maths, swe, unit tests")
     table.add_row("GPU", _gpu(), "engine and learner use it (device = auto)")
     console.print(table)
@@ -54,13 +56,13 @@ def check_up(console: Console) -> bool:
     return needed
 
 
-def _state(good: bool, remedy: str) -> str:
-    return "[green]ok[/]" if good else f"[yellow]{remedy}[/]"
+def _state(good: str, remedy: str = "") -> Text:
+    return Text(good, "green") if good else Text(remedy, "yellow")
 
 
-def _gpu() -> str:
+def _gpu() -> Text:
     try:
         import torch
     except ImportError:
-        return "unknown without torch"
-    return f"[green]{torch.cuda.get_device_name(0)}[/]" if torch.cuda.is_available() else "none; the CPU is used"
+        return Text("unknown without torch")
+    return _state(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else Text("none; the CPU is used")

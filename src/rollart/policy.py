@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from rollart.backends.torch.shapes import ModelConfig
     from rollart.backends.torch.transformer import Transformer
 
-Progress = Callable[[str, int, int, float], None]
-"""Called with what is done, its step, the number of steps, and a figure (the loss)."""
+Progress = Callable[[str, int, int, float | None], None]
+"""Called with what is done, its step, the number of steps, and the loss where there is one."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ def first_policy(recipe: Recipe, progress: Progress = lambda *_: None) -> Policy
     if found is None:
         policy = base()
         context_tokens(recipe, policy)  # what does not fit together is said before minutes of imitation
-        warm.imitate(policy.model, _imitation(recipe, policy.chat), recipe.warm_start, len(available()),
+        warm.imitate(policy.model, _imitation(recipe, policy.chat, progress), recipe.warm_start, len(available()),
                      lambda step, steps, loss: progress("warm start", step, steps, loss))
         found = warm.store(cache_folder(), key, lambda folder: save_model(policy.model, folder, policy.chat))
     return load_policy(found, recipe)
@@ -142,11 +142,12 @@ def _code_hash(recipe: Recipe) -> str:
     return digest.hexdigest()[:16]
 
 
-def _imitation(recipe: Recipe, chat: Chat) -> list[tuple[Sequence[int], Sequence[int]]]:
+def _imitation(recipe: Recipe, chat: Chat, progress: Progress) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Demonstrations of every domain as (ids, mask), mask 1 on the player's actions."""
     settings = recipe.warm_start
     assert settings is not None
     sequences: list[tuple[Sequence[int], Sequence[int]]] = []
+    total = sum(settings.episodes.get(name, settings.demonstrations) for name in recipe.domains)
     for name in recipe.domains:
         rate = settings.error_rates.get(name, settings.error_rate)
         count = settings.episodes.get(name, settings.demonstrations)
@@ -155,6 +156,8 @@ def _imitation(recipe: Recipe, chat: Chat) -> list[tuple[Sequence[int], Sequence
             for episode in demonstrations(level, -(-count // len(levels)), seed=draw(recipe.seed, "demo"),
                                           error_rate=rate):
                 sequences.append(_rendered(chat, episode))
+                if len(sequences) % 50 == 0:
+                    progress("demonstrations", len(sequences), total, None)
     return sequences
 
 

@@ -30,7 +30,8 @@ def read_toml(path: Path, assignments: Iterable[str] = ()) -> dict[str, Any]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"recipe {path} does not exist") from None
+        beside = [str(file) for file in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        raise ConfigError(f"recipe {path} does not exist{nearest(str(path), beside) if beside else ''}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except tomllib.TOMLDecodeError as error:

@@ -56,7 +56,8 @@ class Frame:
             out.append(tag("text", label, x=LEFT - 6, y=y + 3.5, class_="tick", text_anchor="end"))
         step = nice_top((self.x1 - self.x0) / 5)
         ticks = [self.x0 + step * i for i in range(int((self.x1 - self.x0) / step + 1e-9) + 1)]
-        for value in ticks if step >= 1 else [self.x0, self.x1]:
+        room = self.width - RIGHT - 6 * len(x_label) - 10  # the label stands at the end of the ticks' line
+        for value in (value for value in (ticks if step >= 1 else [self.x0, self.x1]) if self.x(value) < room):
             out.append(tag("text", f"{value:.0f}", x=self.x(value), y=self.height - 9, class_="tick",
                            text_anchor="middle"))
         out.append(tag("text", escape(x_label), x=self.width - RIGHT, y=self.height - 9, class_="tick faint",

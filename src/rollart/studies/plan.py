@@ -316,4 +316,4 @@ def show_plan(plan: Plan, console: Console) -> None:
                       f"{s.staleness:.2f}")
     console.print(table)
     for reason in plan.reasons:
-        console.print(f"- {reason}", highlight=False)
+        console.print(f"- {reason}")

@@ -78,13 +78,13 @@ def reproduce_tables(names: Sequence[str], *, console: Console, processes: int =
     if predicted:
         within = sum(row.within for row in predicted)
         console.print(f"{within} of {len(predicted)} predicted numbers ({within / len(predicted):.0%}) lie inside the "
-                      f"paper's range or within {TOLERANCE:.0%} of it", highlight=False)
+                      f"paper's range or within {TOLERANCE:.0%} of it")
     moved = _sensitivity(console, processes, seed) if sensitivity else {}
     if moved:
         console.print(Markdown(_moved(moved)))
     if folder:
         write_page(folder, tables, rows, moved)
-        console.print(f"page: {folder / 'reproduction.md'}", highlight=False)
+        console.print(f"page: {folder / 'reproduction.md'}")
     return {name: {"labels": [row.label for row in shown], "paper": [list(row.paper) for row in shown],
                    "ours": [row.ours for row in shown], "within": all(row.within for row in shown)}
             for name, shown in rows.items()} | ({"sensitivity": moved} if moved else {})

@@ -37,11 +37,11 @@ def run_swarm(seeds: Sequence[int], processes: int, console: Console) -> bool:
             counts.update(result.counts)
             callbacks += result.callbacks
     console.print(f"{len(seeds)} seeds in {time.monotonic() - began:.0f} s, {callbacks:,} callbacks; ended: "
-                  f"{_listed(ended)}\ntrajectories: {_listed(counts)}", highlight=False)
+                  f"{_listed(ended)}\ntrajectories: {_listed(counts)}")
     for found in sorted(kinds.values(), key=len, reverse=True):
         shown = ", ".join(str(seed) for seed, _ in found[:10])
         console.print(f"FAILED {len(found)} seeds: {shown}{', ...' if len(found) > 10 else ''}; the first: "
-                      f"{found[0][1]}\nreplay: rollart simulate swarm --seed {found[0][0]}", highlight=False,
+                      f"{found[0][1]}\nreplay: rollart simulate swarm --seed {found[0][0]}",
                       markup=False, soft_wrap=True)
     return not kinds
 

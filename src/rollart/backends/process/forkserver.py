@@ -30,7 +30,8 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 def main(spec: dict[str, Any]) -> None:
     """Serve until the main process hangs up. `spec`: path, fd, domains, rewards, memory_mb (see WorkerPool)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which then ends us
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # are for the main process, which then ends us
+        signal.signal(number, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     _Server(spec).run()
@@ -101,7 +102,8 @@ class _Server:
         if self._prctl is not None:
             self._prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
         _own_group(0)
         self._control.close()
         os.close(self._woken)

@@ -252,7 +252,8 @@ def serve() -> None:
     import torch.distributed.checkpoint
     import torch.distributed.fsdp  # noqa: F401  now, for they take seconds
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # are for the main process, which then ends us
+        signal.signal(number, signal.SIG_IGN)
     pipe = Connection(int(sys.argv[1]))
     worker, threads, sending = RankWorker(), ThreadPoolExecutor(8), threading.Lock()
 
