@@ -34,12 +34,12 @@ class Run:
         self.metrics = Metrics(path / "metrics.jsonl", self.ledger.accounts, staleness_bound=1)
         self.emit = Journal([self.ledger, self.metrics], clock=self.clock).emit
 
-    def trajectory(self, group, member, fate, tokens=6):
+    def trajectory(self, group, member, fate, tokens=6, step=0):
         id, task = TrajectoryId(group, member), make_task(group)
         self.emit(ev.TrajectoryStarted(id, task.domain))
         self.emit(ev.TrajectoryEnded(make_trajectory(id, task, tokens=tokens), Fate.IN_FLIGHT))
         if fate is not Fate.IN_FLIGHT:
-            self.emit(ev.Settled((id,), fate, "because 7", 0 if fate in (Fate.TRAINED, Fate.FILTERED) else None))
+            self.emit(ev.Settled((id,), fate, "because 7", step if fate in (Fate.TRAINED, Fate.FILTERED) else None))
 
     def step(self, version, waited=1.0, seconds=4.0, staleness=(0, 1)):
         self.clock.now += waited + seconds
@@ -69,6 +69,7 @@ def test_a_step_line_tells_waiting_staleness_and_tokens_by_fate(run):
 def test_after_a_resume_lost_steps_are_gone_and_time_goes_on(run):
     run.emit(ev.RunStarted(0, 10, False))
     for version in (1, 2, 3):
+        run.trajectory(version, 0, Fate.TRAINED, step=version - 1)
         run.step(version)
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "vers')

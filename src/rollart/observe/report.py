@@ -61,6 +61,13 @@ class RunView:
 
 def write_report(run_path: str | Path) -> Path:
     """Write report.html into the run folder and return its path."""
+    page = report_page(run_path)
+    atomic_write(RunFolder(run_path).report, page)
+    return RunFolder(run_path).report
+
+
+def report_page(run_path: str | Path) -> bytes:
+    """The report as one HTML page; nothing is written."""
     folder = RunFolder(run_path)
     with LedgerView(folder.database) as ledger:
         view = RunView(folder, run_state(run_path), summarise(run_path), read_metrics(folder.metrics), ledger)
@@ -71,8 +78,7 @@ def write_report(run_path: str | Path) -> Path:
     page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width, initial-scale=1"><title>RollArt: {escape(folder.path.name)}</title>'
             f"<style>{style}</style></head><body><main>{body}</main></body></html>\n")
-    atomic_write(folder.report, page.encode(errors="replace"))
-    return folder.report
+    return page.encode(errors="replace")
 
 
 def _header(view: RunView) -> str:

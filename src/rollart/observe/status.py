@@ -22,7 +22,7 @@ from rich.text import Text
 
 from rollart.observe.ledger_view import LedgerView
 from rollart.observe.metrics import read_metrics
-from rollart.observe.run_folder import RunFolder, atomic_write
+from rollart.observe.run_folder import RunFolder, atomic_write, read_object
 
 
 class StatusWriter:
@@ -71,10 +71,9 @@ def run_state(run_path: str | Path) -> str:
 def read_status(run_path: str | Path) -> dict[str, Any]:
     """The newest status.json, or {} if none was written."""
     try:
-        status: dict[str, Any] = json.loads(RunFolder(run_path).status.read_text())
+        return read_object(RunFolder(run_path).status)
     except FileNotFoundError:
         return {}
-    return status
 
 
 def render_status(run_path: str | Path) -> RenderableType:
