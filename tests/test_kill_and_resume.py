@@ -103,7 +103,7 @@ def served(run: Path) -> Iterator[str]:
     try:
         yield server.stdout.readline().split()[3]
     finally:
-        server.send_signal(signal.SIGINT)
+        server.terminate()
         server.communicate(timeout=60)
 
 

@@ -34,7 +34,7 @@ from rollart.control.wave import Wave
 from rollart.control.weight_sync import WeightSync
 from rollart.core.changed import Changed
 from rollart.core.clock import draw, now
-from rollart.core.errors import ConfigError, InvariantViolated, RollArtError, RunError, first_error
+from rollart.core.errors import ConfigError, InvariantViolated, RollArtError, RunError, TrainerLost, first_error
 from rollart.core.events import Event, RewardsSampled, RunEnded, StepEnded
 from rollart.core.ports import EnvironmentPool, Trainer
 from rollart.core.types import EvalResult, Manifest, Restored, Task, Version
@@ -58,10 +58,15 @@ class FolderCheckpoints:
 
     async def save(self, version: Version, state: Mapping[str, Any], trainer: Trainer) -> str:
         self._ledger.flush(durable=True)  # with it, all steps before `version`: nothing later is needed
-        path = self._folder.begin_checkpoint(version)
-        (path / "state.json").write_text(json.dumps(dict(state)))
-        await trainer.save(path)
-        await asyncio.to_thread(self._folder.complete_checkpoint, path, self._keep)
+        path = self._folder.checkpoint(version)
+        try:
+            self._folder.begin_checkpoint(version)
+            (path / "state.json").write_text(json.dumps(dict(state)))
+            await trainer.save(path)
+            await asyncio.to_thread(self._folder.complete_checkpoint, path, self._keep)
+        except (OSError, TrainerLost) as error:
+            raise RunError(f"the checkpoint {path} was not written ({error}): see that its disk has room, then "
+                           f"continue with --resume {self._folder.path}") from error
         return str(path)
 
 

@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ from rollart import __version__, cli_sim
 from rollart.cli_base import Sets, clear_errors, console, tell
 from rollart.cli_reward import reward_app
 from rollart.config.recipe import Recipe, from_tables, load_recipe
-from rollart.core.errors import ConfigError, RunError, first_error
+from rollart.core.errors import ConfigError, RollArtError, RunError, first_error
 from rollart.observe.run_folder import RunFolder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -96,7 +97,8 @@ def train(
             finished = False
         except BaseException as error:
             if not isinstance(first_error(error), ConfigError):
-                _report(folder)
+                with suppress(OSError, RollArtError, sqlite3.Error):  # what ended the run is what is told
+                    _report(folder)
             elif config_before is None:
                 folder.discard()
             else:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from histories import World
 
 from helpers import command, environment
 from rollart.build import FolderCheckpoints
+from rollart.core.errors import RunError, TrainerLost
 from rollart.observe.journal import Journal
 from rollart.observe.ledger import Ledger
 from rollart.observe.ledger_view import LedgerView
@@ -55,6 +57,20 @@ def test_a_checkpoint_leaves_the_ledgers_locks_and_comes_after_a_durable_commit(
     assert any("durable_at" in statement for statement in durable)
     assert folder.newest_checkpoint() == (3, folder.checkpoints / "000003")
     ledger.close()
+    folder.close()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), TrainerLost("learner: No space left")])
+def test_a_checkpoint_that_cannot_be_written_is_named(tmp_path, error):
+    class Full:
+        async def save(self, folder: Path) -> None:
+            raise error
+
+    folder = RunFolder(tmp_path / "run").create({})
+    told = r"checkpoints/000003 was not written .*No space left.* --resume"
+    with closing(Ledger(folder.database)) as ledger, pytest.raises(RunError, match=told):
+        asyncio.run(FolderCheckpoints(folder, ledger, 2).save(3, {"version": 3}, Full()))
+    assert folder.newest_checkpoint() is None
     folder.close()
 
 
@@ -132,7 +148,7 @@ def test_a_served_report_answers_many_at_once_and_only_who_asks_by_a_loopback_na
                 ] == [403] * 5
         assert sorted(f.name for f in run.iterdir()) == before
     finally:
-        server.send_signal(signal.SIGINT)
+        server.terminate()
         server.communicate(timeout=60)
 
 

@@ -177,9 +177,12 @@ class RunFolder:
 
     # ---- checkpoints
 
+    def checkpoint(self, version: Version) -> Path:
+        return self.checkpoints / f"{version:06d}"
+
     def begin_checkpoint(self, version: Version) -> Path:
         """A new, empty folder for the checkpoint of `version`; what was there under that version is removed."""
-        folder = self.checkpoints / f"{version:06d}"
+        folder = self.checkpoint(version)
         _remove(folder)
         folder.mkdir(parents=True)
         return folder
@@ -201,12 +204,12 @@ class RunFolder:
     def newest_checkpoint(self) -> tuple[Version, Path] | None:
         """Version and folder of the newest whole checkpoint; None if there is none."""
         whole = self._whole()
-        return (whole[-1], self._versions()[whole[-1]]) if whole else None
+        return (whole[-1], self.checkpoint(whole[-1])) if whole else None
 
     def check_checkpoint(self, version: Version) -> None:
         """Read all of a whole checkpoint. Raises ConfigError where it is not what was written; the message names the
         newest older one that can take its place."""
-        folder = self._versions()[version]
+        folder = self.checkpoint(version)
         if not (folder / "complete").stat().st_size:
             return  # an older rollart wrote it
         for name, written in read_object(folder / "complete").items():
@@ -215,7 +218,7 @@ class RunFolder:
             if found != written:
                 what = "is missing" if found is None else f"has {found[0]} bytes of {written[0]}" \
                     if found[0] != written[0] else "has other bytes than were written"
-                older = [self._versions()[v] for v in self._whole() if v < version]
+                older = [self.checkpoint(v) for v in self._whole() if v < version]
                 remedy = f"go on from the older whole one, {older[-1].name}, by removing the folder {folder.name}" \
                     if older else "there is no older one: put the file back from a copy, or start a new run"
                 raise ConfigError(f"checkpoint {folder} is damaged ({name} {what}): {remedy}")
