@@ -204,7 +204,7 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
                             evaluator=_evaluator(recipe, services, parts, changed))
         check.rollout, check.before = rollout, ledger.accounts.counts()["dispatched"]
         if checkpoint and pipeline.evaluator:
-            pipeline.evaluator.number = state["evaluations"]
+            pipeline.evaluator.number = state.get("evaluations", 0)
         yield Run(recipe, folder, pipeline, proxy, parts, ledger, journal, restored, scorer)
 
 

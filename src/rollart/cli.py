@@ -251,15 +251,17 @@ def evaluate(
             raise RunError(f"{path} could not be evaluated: the engine was lost")
     if as_json:
         typer.echo(json.dumps({r.domain: {"success": r.success, "reward": r.reward, "tasks": r.tasks,
-                                          "failed": r.failed, "pass_at": r.pass_at} for r in results}))
+                                          "failed": r.failed, "pass_at": r.pass_at, "interval": r.interval}
+                               for r in results}))
         return
     for r in results:
         failed = f", {r.failed} attempts failed" if r.failed else ""
         most = len(r.pass_at)
         passed = "".join(f"pass@{k} {r.pass_at[k - 1]:.3f}   " for k in range(2, most + 1)
                          if k == most or k & (k - 1) == 0)
-        console.print(f"{escape(r.domain):20} success {r.success:.3f}   {passed}reward {r.reward:.3f}   "
-                      f"{r.tasks} tasks{failed}", soft_wrap=True)
+        low, high = r.interval
+        console.print(f"{escape(r.domain):20} success {r.success:.3f} ({low:.3f}-{high:.3f})   {passed}"
+                      f"reward {r.reward:.3f}   {r.tasks} tasks{failed}", soft_wrap=True)
 
 
 @app.command()

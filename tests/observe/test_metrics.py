@@ -3,6 +3,7 @@ import json
 import pytest
 from histories import World, evaluation, make_task, make_trajectory
 
+from rollart.algo.intervals import change_interval, wilson
 from rollart.core import events as ev
 from rollart.core.types import Fate, StepReport, TrajectoryId
 from rollart.observe.journal import Journal
@@ -98,8 +99,11 @@ def test_the_summary_is_of_the_whole_run_right_after_a_resume(run):
     Run(run.path, version=1).ledger.close()
     summary = write_summary(run.path)
     assert json.loads(RunFolder(run.path).summary.read_text()) == summary
-    assert summary["domains"]["guess"] == {"eval_before": 0.5, "eval_after": 1.0, "eval_tasks": 2, "dispatched": 0,
-                                           "trained": 0}
+    assert summary["domains"]["guess"] == {
+        "eval_before": 0.5, "eval_before_interval": list(wilson(0.5, 2)), "eval_after": 1.0,
+        "eval_after_interval": list(wilson(1.0, 2)), "eval_change": 0.5,
+        "eval_change_interval": list(change_interval([0.0, 1.0], [1.0, 1.0], 1)), "eval_tasks": 2, "dispatched": 0,
+        "trained": 0}
     assert summary["domains"]["frozen_lake"]["trained"] == 1
     assert summary["steps"] == 1
     assert summary["staleness"] == {"bound": 1, "max": 2, "mean": 1.0, "histogram": {"0": 1, "2": 1}}

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from rollart.algo.intervals import success_interval
 from rollart.core.errors import RunError
 from rollart.core.types import Fate, Trajectory
 from rollart.observe.accounts import counted
@@ -97,10 +98,26 @@ class LedgerView:
                          "quarantined": bad.get(domain, [])} for domain in sorted({*seen, *failed, *bad})}
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """All results, oldest first: {version, number, domain, tasks, success, reward, failed}."""
+        """All results, oldest first: {version, number, domain, tasks, success, reward, failed} and
+
+        {attempts, rates, interval}: attempts at a task; their share that solved it, by the task's id; 95 % of success.
+        """
         names = ("version", "number", "domain", "tasks", "success", "reward", "failed")
-        return [dict(zip(names, row, strict=True)) for row in self._rows(
+        results = [dict(zip(names, row, strict=True)) for row in self._rows(
             f"SELECT {', '.join(names)} FROM evaluations ORDER BY version, number, domain")]
+        rates: dict[tuple[Any, ...], dict[str, float]] = {}
+        attempts: dict[tuple[Any, ...], int] = {}
+        for *key, task, rate, n in self._rows(
+                "SELECT version, number, domain, task, avg(coalesce(success, 0) AND outcome IN ('finished', "
+                "'truncated')), count(*) FROM eval_trajectories GROUP BY 1, 2, 3, 4"):
+            rates.setdefault(tuple(key), {})[task] = rate
+            attempts[tuple(key)] = n
+        for result in results:
+            key = result["version"], result["number"], result["domain"]
+            mine = result["rates"] = rates.get(key, {})
+            result["attempts"] = attempts.get(key, 1)
+            result["interval"] = list(success_interval(list(mine.values()), result["attempts"]))
+        return results
 
     def samples(self, domain: str, limit: int) -> list[tuple[Trajectory, int, Trajectory, int]]:
         """(before, its version, after, its version): the same held-out task in the first and the last evaluation.

@@ -66,7 +66,7 @@ class Metrics:
                 self._step_ended(event)
             case ev.EvalEnded():
                 domains = {r.domain: {"tasks": r.tasks, "success": r.success, "reward": r.reward, "failed": r.failed,
-                                      "pass_at": r.pass_at} for r in event.results}
+                                      "pass_at": r.pass_at, "interval": r.interval} for r in event.results}
                 self._write(kind="evaluation", number=event.number, version=event.version, seconds=event.seconds,
                             domains=domains)
             case ev.RewardsSampled(figures=figures):
