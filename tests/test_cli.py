@@ -165,6 +165,11 @@ def test_a_finished_run_has_a_complete_summary_and_a_report(finished):
         assert figures["eval_tasks"] == 2
         assert figures["eval_before"] is not None
         assert figures["eval_after"] is not None
+        for end in ("before", "after"):
+            low, high = figures[f"eval_{end}_interval"]
+            assert 0 <= low <= figures[f"eval_{end}"] <= high <= 1
+        low, high = figures["eval_change_interval"]
+        assert -1 <= low <= figures["eval_change"] == figures["eval_after"] - figures["eval_before"] <= high <= 1
     ledger = dict(summary["ledger"])
     assert ledger["trained"] + ledger["filtered"] == 16
     assert ledger.pop("dispatched") == sum(ledger.values())

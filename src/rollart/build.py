@@ -34,15 +34,15 @@ from rollart.control.wave import Wave
 from rollart.control.weight_sync import WeightSync
 from rollart.core.changed import Changed
 from rollart.core.clock import draw, now
-from rollart.core.errors import ConfigError, InvariantViolated, RollArtError, RunError, first_error
+from rollart.core.errors import ConfigError, InvariantViolated, RollArtError, RunError, TrainerLost, first_error
 from rollart.core.events import Event, RewardsSampled, RunEnded, StepEnded
 from rollart.core.ports import EnvironmentPool, Trainer
 from rollart.core.types import EvalResult, Manifest, Restored, Task, Version
 from rollart.envs.latency import InjectedLatency
 from rollart.observe.invariants import Bounds, Invariants
 from rollart.observe.journal import Journal, Subscriber
-from rollart.observe.ledger import Ledger
-from rollart.observe.run_folder import RunFolder
+from rollart.observe.ledger import Ledger, behind
+from rollart.observe.run_folder import RunFolder, read_object
 from rollart.parts import EngineCluster, Parts, check_parts, local_parts, make_engine, make_environments, reward_names
 from rollart.policy import Policy, Progress, context_tokens, first_policy, load_policy
 
@@ -57,12 +57,16 @@ class FolderCheckpoints:
         self._folder, self._ledger, self._keep = folder, ledger, keep
 
     async def save(self, version: Version, state: Mapping[str, Any], trainer: Trainer) -> str:
-        self._ledger.flush()
-        path = self._folder.begin_checkpoint(version)
-        (path / "state.json").write_text(json.dumps(dict(state)))
-        await trainer.save(path)
-        self._ledger.flush()
-        await asyncio.to_thread(self._folder.complete_checkpoint, path, self._keep)
+        self._ledger.flush(durable=True)  # with it, all steps before `version`: nothing later is needed
+        path = self._folder.checkpoint(version)
+        try:
+            self._folder.begin_checkpoint(version)
+            (path / "state.json").write_text(json.dumps(dict(state)))
+            await trainer.save(path)
+            await asyncio.to_thread(self._folder.complete_checkpoint, path, self._keep)
+        except (OSError, TrainerLost) as error:
+            raise RunError(f"the checkpoint {path} was not written ({error}): see that its disk has room, then "
+                           f"continue with --resume {self._folder.path}") from error
         return str(path)
 
 
@@ -149,13 +153,15 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
     ledger knows. Raises ConfigError, RunError.
     """
     async with AsyncExitStack() as stack:
-        ledger = Ledger(folder.database)
-        stack.callback(ledger.close)
         checkpoint = folder.newest_checkpoint() if resume else None
         version = checkpoint[0] if checkpoint else 0
+        state = await asyncio.to_thread(_checked, folder, checkpoint)
+        ledger = Ledger(folder.database)
+        stack.callback(ledger.close)
         if version > recipe.pipeline.steps:
             raise ConfigError(f"pipeline.steps = {recipe.pipeline.steps} is below the checkpoint's {version} steps: "
                               "set it higher")
+        restored = ledger.recover(version) if resume else None
         cluster = await _connect(stack, recipe) if recipe.cluster.address else None
         scorer = await _scorers(stack, recipe, serve_site(recipe, folder, cluster) if cluster else None)
         # Adapters belong to the model that the run began with; the checkpoint's own has them merged in.
@@ -163,8 +169,6 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         policy = load_policy(whole[1], recipe) if whole else await _in_thread(recipe, progress)
         copied = recipe.algorithm.reference == "copy"
         reference = await _in_thread(recipe, progress) if copied else None
-        restored = ledger.recover(version) if resume else None
-
         check = LedgerCheck(ledger)
         tasks = TaskMix({name: _share(name, entry) for name, entry in recipe.domains.items()},
                         draw(recipe.seed, "tasks"))
@@ -200,8 +204,18 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
                             evaluator=_evaluator(recipe, services, parts, changed))
         check.rollout, check.before = rollout, ledger.accounts.counts()["dispatched"]
         if checkpoint and pipeline.evaluator:
-            pipeline.evaluator.number = json.loads((checkpoint[1] / "state.json").read_text())["evaluations"]
+            pipeline.evaluator.number = state.get("evaluations", 0)
         yield Run(recipe, folder, pipeline, proxy, parts, ledger, journal, restored, scorer)
+
+
+def _checked(folder: RunFolder, checkpoint: tuple[Version, Path] | None) -> dict[str, Any]:
+    """The state.json of a checkpoint that is as it was written and whose ledger is there. Raises ConfigError."""
+    if not checkpoint:
+        return {}
+    folder.check_checkpoint(checkpoint[0])
+    if not folder.database.exists() or not folder.database.stat().st_size:
+        raise behind(folder.database, 0, checkpoint[0])
+    return read_object(checkpoint[1] / "state.json")
 
 
 def _share(name: str, entry: DomainEntry) -> Share:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +18,7 @@ from rollart.cli_envs import envs_app
 from rollart.cli_look import evaluate, report, status
 from rollart.cli_reward import reward_app
 from rollart.config.recipe import Recipe, from_tables, load_recipe
-from rollart.core.errors import ConfigError, first_error
+from rollart.core.errors import ConfigError, RollArtError, first_error
 from rollart.observe.run_folder import RunFolder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -89,7 +91,8 @@ def train(
             finished = False
         except BaseException as error:
             if not isinstance(first_error(error), ConfigError):
-                _report(folder)
+                with suppress(OSError, RollArtError, sqlite3.Error):  # what ended the run is what is told
+                    _report(folder)
             elif config_before is None:
                 folder.discard()
             else:

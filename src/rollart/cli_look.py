@@ -12,7 +12,6 @@ import typer
 from rollart.cli_base import Sets, clear_errors, console
 from rollart.config.recipe import from_tables, load_recipe
 from rollart.core.errors import ConfigError, RunError
-from rollart.observe.intervals import wilson
 from rollart.observe.run_folder import RunFolder
 
 
@@ -64,14 +63,15 @@ def evaluate(
             raise RunError(f"{path} could not be evaluated: the engine was lost")
     if as_json:
         typer.echo(json.dumps({r.domain: {"success": r.success, "reward": r.reward, "tasks": r.tasks,
-                                          "failed": r.failed, "pass_at": r.pass_at} for r in results}))
+                                          "failed": r.failed, "pass_at": r.pass_at, "interval": r.interval}
+                               for r in results}))
         return
     for r in results:
         failed = f", {r.failed} attempts failed" if r.failed else ""
         most = len(r.pass_at)
         passed = "".join(f"pass@{k} {r.pass_at[k - 1]:.3f}   " for k in range(2, most + 1)
                          if k == most or k & (k - 1) == 0)
-        low, high = wilson(r.success, r.tasks)
+        low, high = r.interval
         console.print(f"{r.domain:20} success {r.success:.3f} ({low:.3f}-{high:.3f})   {passed}reward {r.reward:.3f}   "
                       f"{r.tasks} tasks{failed}", soft_wrap=True)
 

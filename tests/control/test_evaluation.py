@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from fakes import FakeCluster, FakeEngine, FakePool, FakeScorer, Log, Rig, hang, task, trajectory
 
+from rollart.algo.intervals import wilson
 from rollart.control.evaluation import Evaluator, summarise
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import RolloutSettings
@@ -42,8 +43,8 @@ def test_the_summary_is_per_domain_in_the_tasks_order_and_failed_episodes_are_no
     failed = type(failed)(failed.id, task(9, "math"), failed.prompt, failed.start, (), Outcome.FAILED)
     solved = [type(t)(t.id, t.task, t.prompt, t.start, t.turns, t.outcome, Score(float(n), n == 3))
               for n, t in enumerate(played)]
-    assert summarise([failed, *solved], 7) == (EvalResult("math", 7, 1, 0.0, 0.0, 1, (0.0,)),
-                                               EvalResult("game", 7, 4, 0.25, 1.5, 0, (0.25,)))
+    assert summarise([failed, *solved], 7) == (EvalResult("math", 7, 1, 0.0, 0.0, 1, (0.0,), wilson(0.0, 1)),
+                                               EvalResult("game", 7, 4, 0.25, 1.5, 0, (0.25,), wilson(0.25, 4)))
 
 
 def test_more_than_one_attempt_at_a_task_gives_pass_at_k() -> None:
@@ -77,8 +78,8 @@ def test_every_task_is_played_once_at_the_pinned_version_and_scored() -> None:
         assert r.sync.current is not None
         results = await r.evaluator.run(r.sync.current, r.sync)
         assert [e.trajectory.task for e in r.log.of(EvalTrajectory)] == TASKS
-        assert results == (EvalResult("game", 0, 3, 1 / 3, 1 / 3, 0, (1 / 3,)),
-                           EvalResult("math", 0, 3, 2 / 3, 2 / 3, 0, (2 / 3,)))
+        assert results == (EvalResult("game", 0, 3, 1 / 3, 1 / 3, 0, (1 / 3,), wilson(1 / 3, 3)),
+                           EvalResult("math", 0, 3, 2 / 3, 2 / 3, 0, (2 / 3,), wilson(2 / 3, 3)))
         assert not r.log.of(TrajectoryStarted, TrajectoryEnded)  # outside the ledger's counts
         assert (r.rollout.dispatched, len(r.buffer.open)) == (0, 0)
         assert {str(e.trajectory.id) for e in r.log.of(EvalTrajectory)} == {f"e0.{n}" for n in range(6)}

@@ -275,6 +275,8 @@ def test_evaluations_keep_the_same_tasks_of_the_first_and_the_last(ledger, tmp_p
                           "WHERE body IS NOT NULL GROUP BY 1")
     assert kept == [(0, 12, "guess:1000000", "guess:1000011"), (20, 12, "guess:1000000", "guess:1000011")]
     assert rows(tmp_path, "SELECT success FROM evaluations ORDER BY version") == [(0.15,), (0.4,), (0.9,)]
+    for step in range(10):
+        emit(ev.Settled(ready_group(emit, step), Fate.TRAINED, "", step))
     ledger.recover(10)
     assert rows(tmp_path, "SELECT max(version) FROM evaluations") == [(10,)]
 
@@ -288,6 +290,47 @@ def test_another_schema_and_a_foreign_file_are_refused(tmp_path):
     (tmp_path / "no.db").write_text("this is not a database, " * 100)
     with pytest.raises(RunError, match="file is not a database"):
         Ledger(tmp_path / "no.db")
+
+
+def test_a_ledger_behind_its_checkpoint_is_refused_and_left_as_it_is(ledger, tmp_path):
+    emit = emit_to(ledger)
+    for step in (0, 1, 3):
+        emit(ev.Settled(ready_group(emit, step), Fate.FILTERED if step else Fate.TRAINED, "", step))
+    before = rows(tmp_path, "SELECT * FROM trajectories")
+    for version, there in ((3, 2), (4, 3), (9, 3)):
+        with pytest.raises(ConfigError, match=f"run.db has {there} of the {version} steps"):
+            ledger.recover(version)
+    assert rows(tmp_path, "SELECT * FROM trajectories") == before
+    assert [g.id for g in ledger.recover(2).groups] == [3]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_database_that_is_removed_or_replaced_under_the_run_is_told_at_the_next_commit(tmp_path, replaced):
+    ledger = Ledger(tmp_path / "run.db")
+    emit = emit_to(ledger)
+    ready_group(emit, 0)
+    for file in tmp_path.iterdir():
+        file.unlink()
+    if replaced:
+        (tmp_path / "run.db").write_bytes(b"")
+    with pytest.raises(RunError, match="was removed or replaced under the run"):
+        ledger.flush()
+    with pytest.raises(RunError, match="was removed or replaced under the run"):
+        emit(ev.RunEnded(0, "finished"))
+    ledger.close()
+    assert [f.name for f in tmp_path.iterdir()] == (["run.db"] if replaced else [])
+
+
+def test_a_closed_ledger_is_one_file_and_a_reader_adds_none(tmp_path):
+    ledger = Ledger(tmp_path / "run.db")
+    ready_group(emit_to(ledger), 0)
+    ledger.close()
+    with LedgerView(tmp_path / "run.db") as view:
+        assert view.counts()["in_flight"] == 2
+        assert [f.name for f in tmp_path.iterdir()] == ["run.db"]
+    again = Ledger(tmp_path / "run.db")
+    assert again.accounts.counts()["in_flight"] == 2
+    again.close()
 
 
 def test_a_full_disk_is_one_clear_line(ledger):

@@ -3,6 +3,7 @@ import json
 import pytest
 from histories import World, evaluation, make_task, make_trajectory
 
+from rollart.algo.intervals import change_interval, wilson
 from rollart.core import events as ev
 from rollart.core.types import Fate, StepReport, TrajectoryId
 from rollart.observe.journal import Journal
@@ -34,12 +35,12 @@ class Run:
         self.metrics = Metrics(path / "metrics.jsonl", self.ledger.accounts, staleness_bound=1)
         self.emit = Journal([self.ledger, self.metrics], clock=self.clock).emit
 
-    def trajectory(self, group, member, fate, tokens=6):
+    def trajectory(self, group, member, fate, tokens=6, step=0):
         id, task = TrajectoryId(group, member), make_task(group)
         self.emit(ev.TrajectoryStarted(id, task.domain))
         self.emit(ev.TrajectoryEnded(make_trajectory(id, task, tokens=tokens), Fate.IN_FLIGHT))
         if fate is not Fate.IN_FLIGHT:
-            self.emit(ev.Settled((id,), fate, "because 7", 0 if fate in (Fate.TRAINED, Fate.FILTERED) else None))
+            self.emit(ev.Settled((id,), fate, "because 7", step if fate in (Fate.TRAINED, Fate.FILTERED) else None))
 
     def step(self, version, waited=1.0, seconds=4.0, staleness=(0, 1)):
         self.clock.now += waited + seconds
@@ -69,6 +70,7 @@ def test_a_step_line_tells_waiting_staleness_and_tokens_by_fate(run):
 def test_after_a_resume_lost_steps_are_gone_and_time_goes_on(run):
     run.emit(ev.RunStarted(0, 10, False))
     for version in (1, 2, 3):
+        run.trajectory(version, 0, Fate.TRAINED, step=version - 1)
         run.step(version)
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "vers')
@@ -97,8 +99,11 @@ def test_the_summary_is_of_the_whole_run_right_after_a_resume(run):
     Run(run.path, version=1).ledger.close()
     summary = write_summary(run.path)
     assert json.loads(RunFolder(run.path).summary.read_text()) == summary
-    assert summary["domains"]["guess"] == {"eval_before": 0.5, "eval_after": 1.0, "eval_tasks": 2, "dispatched": 0,
-                                           "trained": 0}
+    assert summary["domains"]["guess"] == {
+        "eval_before": 0.5, "eval_before_interval": list(wilson(0.5, 2)), "eval_after": 1.0,
+        "eval_after_interval": list(wilson(1.0, 2)), "eval_change": 0.5,
+        "eval_change_interval": list(change_interval([0.0, 1.0], [1.0, 1.0], 1)), "eval_tasks": 2, "dispatched": 0,
+        "trained": 0}
     assert summary["domains"]["frozen_lake"]["trained"] == 1
     assert summary["steps"] == 1
     assert summary["staleness"] == {"bound": 1, "max": 2, "mean": 1.0, "histogram": {"0": 1, "2": 1}}

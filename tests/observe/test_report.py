@@ -14,6 +14,7 @@ from rollart.observe.ledger import Ledger
 from rollart.observe.ledger_view import LedgerView
 from rollart.observe.report import render_report, write_report
 from rollart.observe.run_folder import RunFolder
+from rollart.observe.summary import summarise
 
 
 class Balanced(HTMLParser):
@@ -43,8 +44,8 @@ def checked(path) -> str:
     return page
 
 
-def printed(path) -> str:
-    console = Console(file=io.StringIO(), width=140)
+def printed(path, width=140) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(render_report(path))
     return console.file.getvalue()
 
@@ -70,6 +71,14 @@ def test_the_page_and_the_terminal_tell_before_and_after_of_each_domain(run):
     assert f"<i>{before} →</i> {after}" in checked(run.path)
     row = next(line for line in printed(run.path).splitlines() if "calculator" in line)
     assert re.findall(r"\d+%", row) == [before, after]
+    domain = summarise(run.path)["domains"]["calculator"]
+    low, high = (round(100 * end) for end in domain["eval_after_interval"])
+    assert low < round(100 * domain["eval_after"]) < high
+    assert f"{after} ({low}-{high})" in row
+    low, high = (f"{100 * end:+.0f}" for end in domain["eval_change_interval"])
+    assert f"{100 * domain['eval_change']:+.0f} ({low} to {high})" in row
+    assert f"change {100 * domain['eval_change']:+.0f} ({low} to {high}) points" in checked(run.path)
+    assert max(len(line) for line in printed(run.path, 80).splitlines()) <= 80
 
 
 def test_samples_are_the_same_task_before_and_after_and_begin_with_what_was_learned(run):
@@ -108,9 +117,9 @@ def test_without_an_evaluation_training_trajectories_are_shown(tmp_path):
 
 def test_charts_draw_nothing_and_one_point_and_far_too_much():
     for points in ([], [(0, 0.5)], [(i, i / 999) for i in range(1000)]):
-        assert learning_chart("<t>", points, points, 0, 999).startswith("<svg")
+        assert learning_chart("<t>", points, points, [(0.2, 0.9)] * len(points), 0, 999).startswith("<svg")
         assert lines_chart("t", {"a": points}, 999).count("<svg") == 1
-    assert "&lt;t&gt;" in learning_chart("<t>", [], [], 0, 0)
+    assert "&lt;t&gt;" in learning_chart("<t>", [], [], [], 0, 0)
     assert histogram("t", {}, None).startswith("<svg")
     assert 'class="bar bad"' in histogram("t", {0: 5, 3: 1}, 1)
     assert 'class="bar bad"' not in histogram("t", {0: 5, 1: 1}, 1)

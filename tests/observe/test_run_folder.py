@@ -2,12 +2,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from rollart.core.errors import ConfigError
-from rollart.observe.run_folder import RunFolder, atomic_write
+from rollart.observe.run_folder import RunFolder, atomic_write, read_object
 
 
 def test_a_folder_with_a_run_is_refused_and_resume_is_named(tmp_path):
@@ -74,14 +75,86 @@ def test_the_marker_is_the_last_thing_written_and_everything_is_synced_before_it
         real(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    folder.database.write_text("ledger")
     path = folder.begin_checkpoint(7)
     (path / "weights").write_bytes(b"w")
     folder.complete_checkpoint(path, keep=1)
-    assert synced == ["weights", "000007", "run.db", f".complete.{os.getpid()}.part", "000007"]
+    assert synced == ["weights", "000007", f".complete.{os.getpid()}.{threading.get_native_id()}.part", "000007"]
 
 
 def test_an_atomic_write_leaves_no_part_behind(tmp_path):
     atomic_write(tmp_path / "x.json", "1")
     atomic_write(tmp_path / "x.json", b"22", durable=False)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("x.json", "22")]
+
+
+def test_a_write_that_fails_names_the_file_and_leaves_nothing(tmp_path):
+    code = ("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+            "from pathlib import Path; from rollart.observe.run_folder import atomic_write\n"
+            f"try: atomic_write(Path({str(tmp_path)!r}) / 'status.json', b'x' * 5000)\n"
+            "except OSError as error: print(error)")
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.strip() == f"[Errno 27] File too large: '{tmp_path / 'status.json'}'"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_that_write_one_file_at_once_do_not_meet(tmp_path):
+    failed = []
+
+    def write(n):
+        try:
+            for _ in range(200):
+                atomic_write(tmp_path / "report.html", str(n) * 1000, durable=False)
+        except OSError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert [f.name for f in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_what_a_killed_process_left_half_written_is_removed_on_resume(tmp_path):
+    RunFolder(tmp_path).create({"seed": 1}).close()
+    (tmp_path / ".status.json.99.99.part").write_text("{")
+    with RunFolder(tmp_path) as folder:
+        folder.resume()
+        assert sorted(f.name for f in tmp_path.iterdir()) == ["checkpoints", "config.json", "lock"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"a": "\xff"}', b"[" * 100_000, b"[1]"])
+def test_a_file_that_is_no_json_object_is_one_line_that_names_it(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    for read in (RunFolder(tmp_path).read_config, RunFolder(tmp_path).resume):
+        with pytest.raises(ConfigError, match=r"^[^\n]*config.json must hold [^\n]*$"):
+            read()
+    with pytest.raises(FileNotFoundError):
+        read_object(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(("damage", "told"), [
+    (lambda file: file.write_bytes(b""), "has 0 bytes of 3"), (lambda file: file.unlink(), "is missing"),
+    (lambda file: file.write_bytes(b"wxw"), "has other bytes than were written")])
+def test_a_damaged_checkpoint_is_told_with_the_older_one_to_go_on_from(tmp_path, damage, told):
+    folder = RunFolder(tmp_path)
+    for version in (5, 10):
+        path = folder.begin_checkpoint(version)
+        (path / "adapter").mkdir()
+        (path / "adapter" / "weights").write_bytes(b"www")
+        folder.complete_checkpoint(path, keep=2)
+        folder.check_checkpoint(version)
+    damage(folder.checkpoints / "000010" / "adapter" / "weights")
+    with pytest.raises(ConfigError, match=rf"000010 is damaged \(adapter/weights {told}\): go on from the older whole "
+                                          "one, 000005, by removing the folder 000010"):
+        folder.check_checkpoint(10)
+    damage(folder.checkpoints / "000005" / "adapter" / "weights")
+    with pytest.raises(ConfigError, match="there is no older one"):
+        folder.check_checkpoint(5)
+
+
+def test_a_checkpoint_of_before_there_were_sums_is_taken(tmp_path):
+    folder = RunFolder(tmp_path)
+    (folder.begin_checkpoint(5) / "complete").write_text("")
+    folder.check_checkpoint(5)

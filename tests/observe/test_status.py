@@ -2,9 +2,10 @@ import asyncio
 import io
 import json
 
-from histories import World
+from histories import World, evaluation
 from rich.console import Console
 
+from rollart.algo.intervals import wilson
 from rollart.core import events as ev
 from rollart.observe.journal import Journal
 from rollart.observe.ledger import Ledger
@@ -44,11 +45,15 @@ def test_it_tells_running_ended_and_killed_apart(tmp_path):
 
 
 def test_a_live_run_shows_ledger_success_waits_and_oldest_in_flight(tmp_path):
-    folder, ledger, _ = begin(tmp_path / "run")
+    folder, ledger, emit = begin(tmp_path / "run")
     StatusWriter(folder.path, lambda: {
         "versions": {"trainer": 3, "live": 2}, "waits": [{"who": "train", "what": "a full batch", "seconds": 2.5}],
         "in_flight": [{"id": "g1.2", "stage": "open [slow]", "age_seconds": 31.0}], "rates": {}}).write()
+    for event in evaluation(7, 3, {"guess": [True] * 3 + [False] * 5}):
+        emit(event)
     text = shown(folder.path)
+    low, high = wilson(3 / 8, 8)
+    assert f"{3 / 8:.2f} ({low:.2f}-{high:.2f})" in text
     dispatched = str(ledger.accounts.counts()["dispatched"])
     for piece in ("running", "of 20", dispatched, "guess", "a full batch", "open [slow]"):
         assert piece in text

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from rollart.algo.advantages import pass_at_k
+from rollart.algo.intervals import success_interval
 from rollart.control.env_manager import EnvManager, Services
 from rollart.control.weight_sync import WeightSync
 from rollart.core.clock import now
@@ -99,5 +100,6 @@ def summarise(trajectories: Sequence[Trajectory], version: int) -> tuple[EvalRes
         pass_at = tuple(math.fsum(pass_at_k(samples, c, k) for c in solved.values()) / len(solved)
                         for k in range(1, samples + 1))
         out.append(EvalResult(domain, version, len(solved), sum(s.success for s in scores) / len(mine),
-                              math.fsum(s.value for s in scores) / len(mine), len(mine) - len(scores), pass_at))
+                              math.fsum(s.value for s in scores) / len(mine), len(mine) - len(scores), pass_at,
+                              success_interval([n / samples for n in solved.values()], samples)))
     return tuple(out)

@@ -314,7 +314,8 @@ class Manifest:
 @dataclass(frozen=True, slots=True)
 class EvalResult:
     """Held-out success of one domain at one pinned version. `pass_at[k - 1]`: the chance that one of k attempts at a
-    task succeeds, for k up to the attempts made; `failed`: attempts that failed."""
+    task succeeds, for k up to the attempts made; `failed`: attempts that failed; `interval`: 95 % of
+    `success` (algo/intervals.py), (0, 1) where it is not known."""
 
     domain: str
     version: Version
@@ -323,6 +324,7 @@ class EvalResult:
     reward: float
     failed: int = 0
     pass_at: tuple[float, ...] = ()
+    interval: tuple[float, float] = (0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,14 +85,17 @@ def smooth(points: Sequence[Point], steps: int) -> list[Point]:
             for i, (x, _) in enumerate(points)]
 
 
-def learning_chart(title: str, train: Sequence[Point], held_out: Sequence[Point], colour: int, last: float) -> str:
-    """Success 0..1 over versions: the training batches (thin), their running mean, held-out results as points."""
+def learning_chart(title: str, train: Sequence[Point], held_out: Sequence[Point],
+                   intervals: Sequence[tuple[float, float]], colour: int, last: float) -> str:
+    """Success 0..1 over versions: the training batches (thin), their running mean, held-out results as points, each
+    with its interval as a bar."""
     frame = Frame(340, 190, 0, last, 1.0, percent=True)
     mean = smooth(train, max(1, min(10, len(train) // 4)))
     body = frame.axes("step") + frame.area(mean, f"area c{colour}") + frame.line(train, f"raw c{colour}")
     body += frame.line(mean, f"mean c{colour}") + frame.line(held_out, "held")
-    for x, y in held_out:
-        dot = tag("title", f"held out, step {x:.0f}: {y:.0%}")
+    for (x, y), (low, high) in zip(held_out, intervals, strict=True):
+        dot = tag("title", f"held out, step {x:.0f}: {y:.0%} ({low:.0%} to {high:.0%})")
+        body += tag("line", x1=frame.x(x), x2=frame.x(x), y1=frame.y(low), y2=frame.y(high), class_="interval")
         body += tag("circle", dot, cx=frame.x(x), cy=frame.y(y), r=4.5, class_=f"point c{colour}")
     return frame.svg(body, title)
 

@@ -4,20 +4,24 @@ Keeps true: I2 at any instant and after kill -9; what is on disk is always the r
 half of one. A group's row and the task source's state change in one transaction, so that no task is lost. A finished
 trajectory's tokens stay until a checkpoint holds the step that used them. (Latencies are those until the last step.)
 
+Nothing but SQLite opens its files while it is open: closing any other handle on them in this process would drop
+SQLite's locks (POSIX locks belong to process and file), and the next reader would truncate or remove what is in use.
+
 Waits for the disk only: writes gather in a transaction that is committed every COMMIT_SECONDS and at each barrier (a
 batch was trained, a step ended, a checkpoint was written, the run starts or ends). The write-ahead log goes into the
-database in a thread of its own, since that is what syncs.
+database in a thread of its own, since that is what syncs; `flush(durable=True)`, before a checkpoint, syncs by itself.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -63,6 +67,7 @@ class Ledger:
                 self._db.execute(f"PRAGMA {pragma}")
             self._open_schema()
             self._load()
+        self._file = os.stat(self.path)
 
     def _open_schema(self) -> None:
         if not self._db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
@@ -259,12 +264,17 @@ class Ledger:
         """Bring the accounts to where the checkpoint of `version` can go on, and say what is unfinished.
 
         Running episodes are gone: cancelled. What steps from `version` on consumed is in flight again if its tokens
-        are still here, otherwise cancelled. Doing it twice changes nothing more.
+        are still here, otherwise cancelled. Doing it twice changes nothing more. Raises ConfigError, and changes
+        nothing, where steps before `version` are missing: the ledger is not the one that the checkpoint belongs to.
         """
         has = "EXISTS (SELECT 1 FROM payloads p WHERE p.grp = trajectories.grp AND p.member = trajectories.member)"
         ended = "EXISTS (SELECT 1 FROM groups WHERE id = trajectories.grp AND state = 'ended')"
         lost = "fate IN ('trained', 'filtered') AND step >= ?"
         with self._errors():
+            steps = self._db.execute("SELECT count(DISTINCT step) FROM trajectories WHERE step < ? AND "
+                                     "fate IN ('trained', 'filtered')", (version,)).fetchone()[0]
+            if steps < version:
+                raise behind(self.path, steps, version)
             self._do(f"UPDATE trajectories SET fate = 'in_flight', reason = '', step = NULL WHERE {lost} AND {has}",
                      version)
             self._do(f"UPDATE trajectories SET fate = 'cancelled', reason = 'its step was lost' WHERE {lost}", version)
@@ -295,12 +305,21 @@ class Ledger:
 
     # ---- the database
 
-    def flush(self) -> None:
-        """Commit now: a crash after this loses nothing of before."""
+    def flush(self, *, durable: bool = False) -> None:
+        """Commit now: a crash after this loses nothing of before; if `durable`, a power cut neither.
+
+        Raises RunError where run.db is no longer at its path: what is written would go nowhere.
+        """
         with self._errors():
             self._drop_some(DROP_SECONDS)
             if self._db.in_transaction:
                 self._db.execute("COMMIT")
+            if durable:  # a commit under FULL syncs the whole log, what was committed before included
+                self._db.execute("PRAGMA synchronous=FULL")
+                self._set_meta("durable_at", self._clock())
+                self._db.execute("COMMIT")
+                self._db.execute("PRAGMA synchronous=NORMAL")
+            self._in_place()
             self._committed = time.monotonic()
             if self._committed - self._swept > SWEEP_SECONDS and not (self._sweeper and self._sweeper.is_alive()):
                 self._swept = self._committed
@@ -317,8 +336,20 @@ class Ledger:
                     self._sweeper.join(30.0)
                 with self._errors():
                     self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                    with suppress(sqlite3.OperationalError):  # a reader is at it: it stays a database with a log
+                        self._db.execute("PRAGMA journal_mode=DELETE")  # one file, that a reader adds no others to
         finally:
             self._db.close()
+
+    def _in_place(self) -> None:
+        try:
+            there = os.path.samestat(os.stat(self.path), self._file)
+        except OSError:
+            there = False
+        if not there:
+            self._failed = RunError(f"the ledger {self.path} was removed or replaced under the run: start anew, or "
+                                    f"put the ledger back from a copy before --resume {self.path.parent}")
+            raise self._failed
 
     def _do(self, statement: str, *values: Any) -> None:
         self._many(statement, [values])
@@ -355,9 +386,13 @@ class Ledger:
 
 def _sweep(path: Path) -> None:
     """Move the write-ahead log into the database; readers and the writer go on meanwhile."""
-    with sqlite3.connect(path, isolation_level=None, timeout=5.0) as db:
-        try:
+    with suppress(sqlite3.OperationalError):  # nothing is lost: the next commit reports what is wrong
+        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True, isolation_level=None, timeout=5.0)
+        with closing(db):
             db.execute("PRAGMA wal_checkpoint(PASSIVE)")
-        except sqlite3.OperationalError:
-            pass  # nothing is lost: the next commit reports a full disk, the next sweep tries again
-    db.close()
+
+
+def behind(path: Path, steps: int, version: Version) -> ConfigError:
+    return ConfigError(f"{path} has {steps} of the {version} steps that the run's checkpoint of version {version} was "
+                       "trained by: put back the run.db and run.db-wal that belong to it, or start a new run from the "
+                       "checkpoint (model.path)")

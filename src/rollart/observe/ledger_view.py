@@ -1,6 +1,7 @@
 """Reading a ledger: what status, summary and report ask of run.db. Works while the run writes and after a crash.
 
-Keeps true: nothing here writes. A folder without run.db, or with one that has just begun, gives empty answers.
+Keeps true: nothing here writes, and the run that writes is not held up or harmed (SQLite's own locks arbitrate; a
+reader's connection is read-only). A folder without run.db, or with one that has just begun, gives empty answers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from rollart.algo.intervals import success_interval
+from rollart.core.errors import RunError
 from rollart.core.types import Fate, Trajectory
 from rollart.observe.accounts import counted
 from rollart.observe.latency import figures
@@ -21,11 +24,19 @@ class LedgerView:
     """Close it, or use `with`."""
 
     def __init__(self, path: str | Path) -> None:
-        found = Path(path).exists()
-        self._db = sqlite3.connect(f"{Path(path).resolve().as_uri()}?mode=ro" if found else ":memory:", uri=True,
-                                   timeout=5.0)
-        tables = self._db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'eval_trajectories'").fetchone()
-        self.empty = not tables[0]
+        file = Path(path)
+        self._db = _connect(f"{file.resolve().as_uri()}?mode=ro") if file.exists() else _connect(":memory:")
+        tables = "SELECT count(*) FROM sqlite_master WHERE name = 'eval_trajectories'"
+        try:
+            self.empty = not self._db.execute(tables).fetchone()[0]
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            log = file.with_name(f"{file.name}-wal")
+            if not isinstance(error, sqlite3.OperationalError) or (log.exists() and log.stat().st_size):
+                raise RunError(f"the ledger {file} cannot be read ({error}): see that it is whole and may be read; in "
+                               "a folder that cannot be written, copy the folder and look at the copy") from error
+            self._db = _connect(f"{file.resolve().as_uri()}?immutable=1")  # nothing is in a log, nobody can write here
+            self.empty = not self._db.execute(tables).fetchone()[0]
 
     def __enter__(self) -> LedgerView:
         return self
@@ -87,10 +98,26 @@ class LedgerView:
                          "quarantined": bad.get(domain, [])} for domain in sorted({*seen, *failed, *bad})}
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """All results, oldest first: {version, number, domain, tasks, success, reward, failed}."""
+        """All results, oldest first: {version, number, domain, tasks, success, reward, failed} and
+
+        {attempts, rates, interval}: attempts at a task; their share that solved it, by the task's id; 95 % of success.
+        """
         names = ("version", "number", "domain", "tasks", "success", "reward", "failed")
-        return [dict(zip(names, row, strict=True)) for row in self._rows(
+        results = [dict(zip(names, row, strict=True)) for row in self._rows(
             f"SELECT {', '.join(names)} FROM evaluations ORDER BY version, number, domain")]
+        rates: dict[tuple[Any, ...], dict[str, float]] = {}
+        attempts: dict[tuple[Any, ...], int] = {}
+        for *key, task, rate, n in self._rows(
+                "SELECT version, number, domain, task, avg(coalesce(success, 0) AND outcome IN ('finished', "
+                "'truncated')), count(*) FROM eval_trajectories GROUP BY 1, 2, 3, 4"):
+            rates.setdefault(tuple(key), {})[task] = rate
+            attempts[tuple(key)] = n
+        for result in results:
+            key = result["version"], result["number"], result["domain"]
+            mine = result["rates"] = rates.get(key, {})
+            result["attempts"] = attempts.get(key, 1)
+            result["interval"] = list(success_interval(list(mine.values()), result["attempts"]))
+        return results
 
     def samples(self, domain: str, limit: int) -> list[tuple[Trajectory, int, Trajectory, int]]:
         """(before, its version, after, its version): the same held-out task in the first and the last evaluation.
@@ -119,3 +146,7 @@ class LedgerView:
         bodies = self._rows("SELECT body FROM payloads UNION ALL SELECT body FROM eval_trajectories "
                             "WHERE body IS NOT NULL")
         return [trajectory for (body,) in bodies if (trajectory := decode(body)).score is not None]
+
+
+def _connect(where: str) -> sqlite3.Connection:
+    return sqlite3.connect(where, uri=True, timeout=5.0)

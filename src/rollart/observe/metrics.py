@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.core import events as ev
-from rollart.core.errors import RunError
+from rollart.core.errors import ConfigError, RunError
 from rollart.core.types import Fate, Outcome
 from rollart.observe.accounts import Accounts
 from rollart.observe.run_folder import atomic_write
@@ -66,7 +66,7 @@ class Metrics:
                 self._step_ended(event)
             case ev.EvalEnded():
                 domains = {r.domain: {"tasks": r.tasks, "success": r.success, "reward": r.reward, "failed": r.failed,
-                                      "pass_at": r.pass_at} for r in event.results}
+                                      "pass_at": r.pass_at, "interval": r.interval} for r in event.results}
                 self._write(kind="evaluation", number=event.number, version=event.version, seconds=event.seconds,
                             domains=domains)
             case ev.RewardsSampled(figures=figures):
@@ -128,10 +128,19 @@ def staleness_of(values: tuple[int, ...]) -> dict[str, Any]:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics.jsonl; none if it is absent. A last line that a crash cut is left out."""
+    """All whole lines of a metrics.jsonl; none if it is absent. A last line that a crash cut is left out.
+
+    Raises ConfigError for a line that this did not write."""
     try:
-        text = Path(path).read_text()
+        lines = Path(path).read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    lines = text.split("\n")[:-1]
-    return [json.loads(line) for line in lines]
+    out: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            out.append(json.loads(line))
+            out[-1]["kind"], out[-1]["wall_seconds"]
+        except (ValueError, RecursionError, TypeError, KeyError) as error:
+            raise ConfigError(f"{path} line {number} is damaged ({error}): remove that line, or put the file back from "
+                              "a copy") from None
+    return out

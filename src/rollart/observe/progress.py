@@ -18,7 +18,6 @@ from rich.text import Text
 from rollart.core import events as ev
 from rollart.core.types import EvalResult
 from rollart.observe.accounts import Accounts
-from rollart.observe.intervals import wilson
 from rollart.terminal import Terminal
 
 SMOOTH = 0.7
@@ -190,7 +189,7 @@ class ProgressView:
 
 def with_interval(result: EvalResult) -> str:
     """`0.72 (0.60-0.82)`: success and its 95 % interval over tasks."""
-    low, high = wilson(result.success, result.tasks)
+    low, high = result.interval
     return f"{result.success:.2f} ({low:.2f}-{high:.2f})"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
@@ -61,6 +61,13 @@ class RunView:
 
 def write_report(run_path: str | Path) -> Path:
     """Write report.html into the run folder and return its path."""
+    page = report_page(run_path)
+    atomic_write(RunFolder(run_path).report, page)
+    return RunFolder(run_path).report
+
+
+def report_page(run_path: str | Path) -> bytes:
+    """The report as one HTML page; nothing is written."""
     folder = RunFolder(run_path)
     with LedgerView(folder.database) as ledger:
         view = RunView(folder, run_state(run_path), summarise(run_path), read_metrics(folder.metrics), ledger)
@@ -71,8 +78,7 @@ def write_report(run_path: str | Path) -> Path:
     page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width, initial-scale=1"><title>RollArt: {escape(folder.path.name)}</title>'
             f"<style>{style}</style></head><body><main>{body}</main></body></html>\n")
-    atomic_write(folder.report, page.encode(errors="replace"))
-    return folder.report
+    return page.encode(errors="replace")
 
 
 def _header(view: RunView) -> str:
@@ -91,6 +97,11 @@ def _headline(view: RunView) -> str:
         before, after = domain["eval_before"], domain["eval_after"]
         change = f"<i>{_percent(before)} →</i> {_percent(after)}" if after is not None else _percent(before)
         note = f"held-out success, {domain['eval_tasks']} tasks" if domain["eval_tasks"] else "not evaluated"
+        if domain["eval_tasks"]:
+            known = [_range(domain[f"eval_{end}_interval"]) for end in ("before", "after")]
+            note += f"; 95 % intervals {' → '.join(filter(None, known))}"
+        if domain["eval_change"] is not None:
+            note += f"; change {_change(domain)} points"
         out.append(f'<div class="card"><h3><span class="dot c{i % 6}"></span>{escape(name)}</h3>'
                    f'<div class="change">{change}</div><div class="note">{note}</div></div>')
     bound = s["staleness"]["bound"]
@@ -114,14 +125,15 @@ def _section(title: str, lead: str, body: str) -> str:
 def _learning(view: RunView) -> str:
     if not view.steps:
         return _section("Success", "No step has ended yet.", "")
-    domains, cards = list(view.summary["domains"]), []
+    domains, results, cards = list(view.summary["domains"]), view.ledger.evaluations(), []
     for i, name in enumerate(domains):
         train = [(s["version"], s["successes"][name]) for s in view.steps if name in s["successes"]]
-        held = [(e["version"], e["success"]) for e in view.ledger.evaluations() if e["domain"] == name]
-        chart = learning_chart(f"success of {name}", train, held, i % 6, view.last)
+        mine = [e for e in results if e["domain"] == name]
+        chart = learning_chart(f"success of {name}", train, [(e["version"], e["success"]) for e in mine],
+                               [e["interval"] for e in mine], i % 6, view.last)
         cards.append(f'<div class="card"><h3><span class="dot c{i % 6}"></span>{escape(name)}</h3>{chart}</div>')
     return _section("Success over steps", "Line: running mean of the training batches, with single batches behind it. "
-                    "Points: held-out tasks, at one pinned version each.", _cards(cards))
+                    "Points: held-out tasks, at one pinned version each, with 95 % intervals.", _cards(cards))
 
 
 def _staleness(view: RunView) -> str:
@@ -311,7 +323,20 @@ def _legend(names: Sequence[str], first: int) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _range(interval: Sequence[float] | None) -> str:
+    """In percent, `31-54`."""
+    return "" if interval is None else f"{interval[0] * 100:.0f}-{interval[1] * 100:.0f}"
+
+
+def _change(domain: Mapping[str, Any]) -> str:
+    """In percentage points, with its interval: `+24 (+9 to +38)`."""
+    if domain["eval_change"] is None:
+        return ""
+    low, high = domain["eval_change_interval"]
+    return f"{domain['eval_change'] * 100:+.0f} ({low * 100:+.0f} to {high * 100:+.0f})"
 
 
 def _share(part: float, whole: float) -> float:
@@ -329,12 +354,14 @@ def _duration(seconds: float) -> str:
 def render_report(run_path: str | Path) -> RenderableType:
     """The terminal's form, printed at the end of a run: before and after, ledger, staleness, idle, where to look."""
     folder, s = RunFolder(run_path), summarise(run_path)
-    table = Table("domain", *right("before", "after", "tasks", "trained"), title="held-out success",
-                  title_justify="left")
+    table = Table("domain", *right("before", "after", "change", "tasks", "trained"), title_justify="left",
+                  title="held-out success with 95 % intervals (change: the same tasks, in points)")
     for name, domain in s["domains"].items():
         before, after = domain["eval_before"], domain["eval_after"]
-        better = "green" if before is not None and after is not None and after > before else ""
-        table.add_row(name, _percent(before), Text(_percent(after), better), str(domain["eval_tasks"]),
+        shown = [f"{_percent(value)} {known and f'({known})'}".rstrip() for value, known in (
+            (before, _range(domain["eval_before_interval"])), (after, _range(domain["eval_after_interval"])))]
+        better = "green" if domain["eval_change"] is not None and domain["eval_change_interval"][0] > 0 else ""
+        table.add_row(name, shown[0], shown[1], Text(_change(domain), better), str(domain["eval_tasks"]),
                       f"{domain['trained']:,}")
     with LedgerView(folder.database) as ledger:
         by_domain = ledger.by_domain()

@@ -5,10 +5,11 @@
     run.db           the ledger          metrics.jsonl   a line a step       status.json   a moment ago
     summary.json     figures             report.html     for people
     model/               what it began with, for the nodes of a cluster
-    checkpoints/000012/complete          the marker is written last; a folder without it does not count
+    checkpoints/000012/complete          the marker is written last, with size and CRC-32 of every file of the
+                                         checkpoint; a folder without it does not count
 
 Keeps true: one process at a time writes here, also after a crash; a reader sees a file as it was before or after a
-change. Waits at most LOCK_SECONDS for the lock.
+change, and a damaged one is one line that names it. Waits at most LOCK_SECONDS for the lock.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 import time
+import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +34,36 @@ LOCK_SECONDS = 0.5
 
 
 def atomic_write(path: Path, data: str | bytes, *, durable: bool = True) -> None:
-    """Replace `path` as a whole. `durable`: it also survives a power cut when this returns."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with part.open("wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    part.replace(path)
+    """Replace `path` as a whole. `durable`: it also survives a power cut when this returns.
+
+    Raises OSError that names `path`, and leaves nothing of it behind.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
     if durable:
         sync(path.parent)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object. Raises FileNotFoundError, and ConfigError where it holds anything else."""
+    data = path.read_bytes()
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:  # ValueError: also of bytes that are not UTF-8
+        raise ConfigError(f"{path} must hold JSON, but it is damaged ({error}): put it back from a copy") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold a JSON object, but it is {type(found).__name__}: put it back from a copy")
+    return found
 
 
 class RunFolder:
@@ -75,6 +99,8 @@ class RunFolder:
         """Take up the run that is here: lock, and return its config. Raises ConfigError if there is none."""
         config = self.read_config()
         self._take_lock()
+        for part in self.path.glob(".*.part"):  # of a process that was killed while it wrote
+            part.unlink(missing_ok=True)
         return config
 
     def discard(self) -> None:
@@ -96,7 +122,7 @@ class RunFolder:
     def read_config(self) -> dict[str, Any]:
         """The settings the run was started with. Raises ConfigError where there is no run."""
         try:
-            config: dict[str, Any] = json.loads(self.config.read_text())
+            config = read_object(self.config)
         except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(f"{self.path} holds no run (it has no config.json): "
                               "name the folder that --run was given, or start one with --run") from None
@@ -151,20 +177,25 @@ class RunFolder:
 
     # ---- checkpoints
 
+    def checkpoint(self, version: Version) -> Path:
+        return self.checkpoints / f"{version:06d}"
+
     def begin_checkpoint(self, version: Version) -> Path:
         """A new, empty folder for the checkpoint of `version`; what was there under that version is removed."""
-        folder = self.checkpoints / f"{version:06d}"
+        folder = self.checkpoint(version)
         _remove(folder)
         folder.mkdir(parents=True)
         return folder
 
     def complete_checkpoint(self, folder: Path, keep: int) -> None:
-        """Mark it whole, once all its files and the ledger are on disk; then keep the `keep` newest whole ones.
+        """Mark it whole, once all its files are on disk (the ledger before: `Ledger.flush`); then keep the `keep`
+        newest whole ones.
 
         Blocks on the disk: call it outside the event loop where the checkpoint is large.
         """
-        sync(*folder.rglob("*"), folder, *self.path.glob("run.db*"))
-        atomic_write(folder / "complete", "")
+        sync(*folder.rglob("*"), folder)
+        files = {str(f.relative_to(folder)): _size_and_sum(f) for f in sorted(folder.rglob("*")) if f.is_file()}
+        atomic_write(folder / "complete", json.dumps(files, indent=1) + "\n")
         whole = self._whole()
         for version, old in sorted(self._versions().items()):
             if version not in whole[-keep:] and version <= whole[-1]:
@@ -173,7 +204,24 @@ class RunFolder:
     def newest_checkpoint(self) -> tuple[Version, Path] | None:
         """Version and folder of the newest whole checkpoint; None if there is none."""
         whole = self._whole()
-        return (whole[-1], self._versions()[whole[-1]]) if whole else None
+        return (whole[-1], self.checkpoint(whole[-1])) if whole else None
+
+    def check_checkpoint(self, version: Version) -> None:
+        """Read all of a whole checkpoint. Raises ConfigError where it is not what was written; the message names the
+        newest older one that can take its place."""
+        folder = self.checkpoint(version)
+        if not (folder / "complete").stat().st_size:
+            return  # an older rollart wrote it
+        for name, written in read_object(folder / "complete").items():
+            file = folder / name
+            found = _size_and_sum(file) if file.is_file() else None
+            if found != written:
+                what = "is missing" if found is None else f"has {found[0]} bytes of {written[0]}" \
+                    if found[0] != written[0] else "has other bytes than were written"
+                older = [self.checkpoint(v) for v in self._whole() if v < version]
+                remedy = f"go on from the older whole one, {older[-1].name}, by removing the folder {folder.name}" \
+                    if older else "there is no older one: put the file back from a copy, or start a new run"
+                raise ConfigError(f"checkpoint {folder} is damaged ({name} {what}): {remedy}")
 
     def _versions(self) -> dict[Version, Path]:
         if not self.checkpoints.exists():
@@ -191,8 +239,16 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def _size_and_sum(file: Path) -> list[int]:
+    total = 0
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 22):
+            total = zlib.crc32(block, total)
+    return [file.stat().st_size, total]
+
+
 def sync(*paths: Path) -> None:
-    """fsync files and folders: what is in them survives a power cut."""
+    """fsync files and folders: what is in them survives a power cut. Never of an open database: see `Ledger`."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -1,32 +1,34 @@
 """The live report over HTTP, on the loopback address only.
 
-Keeps true: nothing but the report of one run is served; each request sees the run as it is now.
+Keeps true: nothing but the report of one run is served, and only to who asks for this machine by a loopback name (a
+web page elsewhere could have its own name lead here); each request sees the run as it is now, and writes nothing.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from rollart.core.errors import ConfigError
-from rollart.observe.report import write_report
-from rollart.observe.run_folder import RunFolder
+from rollart.observe.report import report_page
 
 REFRESH_SECONDS = 5
+LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
 
 
 def serve_report(run: Path, port: int, ready: Callable[[str], object]) -> None:
     """Serve until interrupted. Raises ConfigError when the port is taken or out of range."""
-    folder = RunFolder(run)
-
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if not LOOPBACK.fullmatch(self.headers.get("Host", "")):
+                self.send_error(403, "the report is for this machine only: ask for 127.0.0.1 or localhost")
+                return
             if self.path != "/":
                 self.send_error(404, "only / is here")
                 return
-            write_report(run)
-            body = folder.report.read_bytes()
+            body = report_page(run)
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from rollart.observe.ledger_view import LedgerView
 from rollart.observe.metrics import read_metrics
-from rollart.observe.run_folder import RunFolder, atomic_write
+from rollart.observe.run_folder import RunFolder, atomic_write, read_object
 
 
 class StatusWriter:
@@ -71,10 +71,9 @@ def run_state(run_path: str | Path) -> str:
 def read_status(run_path: str | Path) -> dict[str, Any]:
     """The newest status.json, or {} if none was written."""
     try:
-        status: dict[str, Any] = json.loads(RunFolder(run_path).status.read_text())
+        return read_object(RunFolder(run_path).status)
     except FileNotFoundError:
         return {}
-    return status
 
 
 def render_status(run_path: str | Path) -> RenderableType:
@@ -85,8 +84,9 @@ def render_status(run_path: str | Path) -> RenderableType:
     head = Text.assemble((f"{folder.path}  ", "bold"), (state, colour))
     if status and state.startswith("running"):
         head.append(f"  {max(0.0, time.time() - status['at']):.0f} s ago", "dim")
-    parts: list[RenderableType] = [head, *_progress(folder)]
+    parts: list[RenderableType] = [head]
     with LedgerView(folder.database) as ledger:
+        parts += _progress(read_metrics(folder.metrics), ledger.evaluations())
         if by_domain := ledger.by_domain():
             parts.append(ledger_table(by_domain, ledger.counts()))
     shown = {key: value for key, value in status.items() if key not in ("pid", "at") and value}
@@ -97,8 +97,7 @@ def render_status(run_path: str | Path) -> RenderableType:
     return Group(*parts)
 
 
-def _progress(folder: RunFolder) -> list[RenderableType]:
-    lines = read_metrics(folder.metrics)
+def _progress(lines: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     steps = [line for line in lines if line["kind"] == "step"]
     if not steps:
         return [Text("no step has ended yet", "dim")]
@@ -106,13 +105,13 @@ def _progress(folder: RunFolder) -> list[RenderableType]:
     text = f"step {last['version']}" + (f" of {of[-1]}" if of else "")
     text += (f", {last['wall_seconds']:.0f} s, last step {last['seconds']:.1f} s after {last['waited']:.1f} s of "
              f"waiting, staleness at most {last['staleness']['max']}")
-    recent = Table("domain", *right("last steps", "held out", "at version"), title="success", title_justify="left")
-    evaluations = [line for line in lines if line["kind"] == "evaluation"]
+    recent = Table("domain", *right("last steps", "held out, 95 %", "at version"), title="success",
+                   title_justify="left")
     for domain in sorted({d for line in steps for d in line["successes"]}):
         seen = [line["successes"][domain] for line in steps if domain in line["successes"]][-10:]
-        held = [(e["domains"][domain]["success"], e["version"]) for e in evaluations if domain in e["domains"]]
-        recent.add_row(domain, f"{sum(seen) / len(seen):.2f}", *(
-            (f"{held[-1][0]:.2f}", str(held[-1][1])) if held else ("-", "-")))
+        held = [(f"{e['success']:.2f} ({e['interval'][0]:.2f}-{e['interval'][1]:.2f})", str(e["version"]))
+                for e in evaluations if e["domain"] == domain]
+        recent.add_row(domain, f"{sum(seen) / len(seen):.2f}", *(held[-1] if held else ("-", "-")))
     return [Text(text), recent]
 
 

@@ -9,8 +9,10 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from rollart.algo.intervals import change_interval
 from rollart.observe.ledger_view import LedgerView
 from rollart.observe.metrics import WASTED, read_metrics
 from rollart.observe.run_folder import RunFolder, atomic_write
@@ -27,7 +29,8 @@ def summarise(run_path: str | Path) -> dict[str, Any]:
 
 def figures(lines: Sequence[Mapping[str, Any]], by_domain: Mapping[str, Mapping[str, int]], counts: Mapping[str, int],
             tokens: Mapping[str, int], evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures: see the keys below. Times in seconds, staleness in versions, success 0 to 1, null: not known.
+    """The figures: see the keys below. Times in seconds, staleness in versions, success 0 to 1, null: not known;
+    intervals are 95 %, [low, high].
 
     lines: those of metrics.jsonl; by_domain, counts, tokens: trajectories and their sampled tokens by fate.
     """
@@ -44,7 +47,10 @@ def figures(lines: Sequence[Mapping[str, Any]], by_domain: Mapping[str, Mapping[
         later = bool(mine) and mine[-1]["version"] > mine[0]["version"]
         numbers = by_domain.get(name, {"dispatched": 0, "trained": 0})
         domains[name] = {"eval_before": mine[0]["success"] if mine else None,
+                         "eval_before_interval": mine[0]["interval"] if mine else None,
                          "eval_after": mine[-1]["success"] if later else None,
+                         "eval_after_interval": mine[-1]["interval"] if later else None,
+                         **(change(mine[0], mine[-1]) if later else NO_CHANGE),
                          "eval_tasks": mine[-1]["tasks"] if mine else 0,
                          "dispatched": numbers["dispatched"], "trained": numbers["trained"]}
     return {
@@ -63,6 +69,19 @@ def figures(lines: Sequence[Mapping[str, Any]], by_domain: Mapping[str, Mapping[
         "rewards": reward_figures(lines),
         "logprob_gap_step0": steps[0]["metrics"].get("logprob_gap") if steps else None,
     }
+
+
+NO_CHANGE = {"eval_change": None, "eval_change_interval": None}
+
+
+def change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """How success changed from one evaluation to another, over the tasks that both have played; null without any."""
+    both = [(rate, after["rates"][task]) for task, rate in before["rates"].items() if task in after["rates"]]
+    if not both:
+        return NO_CHANGE
+    was, now = zip(*both, strict=True)
+    return {"eval_change": fmean(now) - fmean(was),
+            "eval_change_interval": list(change_interval(was, now, min(before["attempts"], after["attempts"])))}
 
 
 def weight_figures(steps: Sequence[Mapping[str, Any]], wall: float) -> dict[str, float | None]:
