@@ -94,6 +94,8 @@ class ProgressView:
                     self._held_out[result.domain].append(result.success)
                 shown = ", ".join(f"{r.domain} {r.success:.2f}" for r in results)
                 self.note(f"held out at version {version}: {shown}")
+            case ev.Noted(text=text):
+                self.note(text)
             case ev.StepEnded():
                 self._stepped(event)
 
