@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from helpers import command, environment, rollart, tiny_recipe
+from rollart.observe.ledger_view import LedgerView
 
 
 def refused(result: subprocess.CompletedProcess[str], *parts: str, code: int = 2) -> None:
@@ -359,3 +360,37 @@ def test_loading_a_recipe_imports_nothing_heavy(tmp_path):
             "assert not {'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules), sorted(sys.modules)")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_mistake_that_shows_late_leaves_the_run_as_it_is(tmp_path):
+    """Its class is that of an error before the beginning; what the folder holds decides."""
+    (tmp_path / "ends.py").write_text(
+        "from pathlib import Path\n"
+        "from rollart.core.errors import ConfigError\nfrom rollart.envs.calculator import Calculator\n\n\n"
+        "class Ends(Calculator):\n    reward = 'calculator'\n\n    def task(self, index, split):\n"
+        "        if split == 'train' and index >= int(Path(__file__).with_name('most').read_text()):\n"
+        "            raise ConfigError(f'the file of problems has none of number {index}: make it longer')\n"
+        "        return super().task(index, split)\n")
+    (tmp_path / "most").write_text("12")
+    recipe = tiny_recipe(tmp_path, steps=9, extra='\n[domains."ends:Ends"]\nsmallest = 2\nlargest = 2\n'
+                         'max_turns = 2\n')
+    recipe.write_text(re.sub(r"\[domains.(calculator|frozen_lake)\][^\[]*", "", recipe.read_text()))
+    run, env = tmp_path / "run", environment()
+    env["PYTHONPATH"] = f"{tmp_path}:{env.get('PYTHONPATH', '')}"
+
+    def train(*arguments):
+        return subprocess.run(command("train", *arguments), capture_output=True, text=True, timeout=120, check=False,
+                              env=env)
+
+    late = train(recipe, "--run", run)
+    assert late.returncode == 2
+    assert late.stderr.splitlines()[-2:] == [f"the run is kept; once this is mended: rollart train --resume {run}",
+                                             "error: the file of problems has none of number 12: make it longer"]
+    with LedgerView(run / "run.db") as ledger:
+        trained = ledger.counts()["trained"]
+    assert trained >= 8
+    assert (run / "report.html").exists()
+    (tmp_path / "most").write_text("1000")
+    last = train("--resume", run, "--set", "pipeline.steps=7")
+    assert last.returncode == 0, last.stderr
+    assert json.loads((run / "summary.json").read_text())["ledger"]["trained"] == 7 * 8

@@ -84,6 +84,7 @@ def train(
             return
         folder = RunFolder(resume or run or _free_folder(settings.name))
         config_before = folder.resume() if resume else None
+        had = folder.trajectories()
         if resume:
             folder.rewrite_config(settings.to_json())
         else:
@@ -97,6 +98,9 @@ def train(
         except BaseException as error:
             if not isinstance(first_error(error), ConfigError):
                 _report(folder)
+            elif folder.trajectories() > had:  # it was said late: what has been done stays
+                _report(folder)
+                tell(f"the run is kept; once this is mended: rollart train --resume {folder.path}")
             elif config_before is None:
                 folder.discard()
             else:
