@@ -57,6 +57,33 @@ def test_what_does_not_fit_is_said_before_the_warm_start(tmp_path):
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("cache", [{"ROLLART_CACHE": "/proc/x"}, {"XDG_CACHE_HOME": "/proc"}, {"HOME": "/proc"}])
+def test_a_cache_that_cannot_be_written_is_said_before_the_warm_start(tmp_path, cache):
+    recipe = tiny_recipe(tmp_path, steps=1, extra="[warm_start]\ndemonstrations = 1000000\n")
+    env = {name: value for name, value in environment().items() if name not in ("ROLLART_CACHE", "XDG_CACHE_HOME")}
+    result = subprocess.run(command("train", recipe, "--run", tmp_path / "run"), capture_output=True, text=True,
+                            timeout=60, check=False, env={**env, **cache})
+    refused(result, "the warm start is kept in /proc", "set the environment variable ROLLART_CACHE")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_cache_that_is_full_after_the_warm_start_does_not_lose_it(tmp_path, monkeypatch):
+    from rollart import policy
+    from rollart.backends.torch import warm_start
+    from rollart.config.recipe import load_recipe
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("ROLLART_CACHE", str(tmp_path))
+    monkeypatch.setattr(warm_start, "store", full)
+    recipe = load_recipe(tiny_recipe(tmp_path, extra="[warm_start]\ndemonstrations = 4\n"))
+    steps = []
+    made = policy.first_policy(recipe, lambda what, step, of, loss: steps.append(what))
+    assert "warm start" in steps
+    assert made.made is not None
+
+
 @pytest.mark.parametrize(("arguments", "part"), [
     (("simulate", "recipes/sim_paper.toml", "--json", "/nowhere/x.json"), "/nowhere/x.json cannot be written"),
     (("simulate", "recipes/sim_paper.toml", "--trace", "-"), "--trace needs the name of a file"),
@@ -141,6 +168,21 @@ def test_an_unsupported_model_folder_is_named_with_what_is_supported(tmp_path):
 def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path, setting, says):
     sets = [part for one in setting for part in ("--set", one)]
     refused(rollart("train", tiny_recipe(tmp_path), "--dry-run", *sets), says)
+
+
+@pytest.mark.parametrize(("setting", "says"), [
+    (["weights.carrier=memory"], "weights.carrier = 'memory' stays inside one process"),
+    (["weights.carrier=file", "lora.rank=4"], "[lora] is not there on a cluster yet"),
+    (["weights.carrier=file", "environments.preopen=8"], "environments.preopen opens nothing ahead on a cluster yet")])
+def test_a_dry_run_on_a_local_cluster_refuses_what_the_run_would_refuse(tmp_path, setting, says):
+    """The check needs no Ray; without --ray the same recipe is well."""
+    recipe = tiny_recipe(tmp_path, extra="\n[cluster.pools.h]\ncpus = 8\n")
+    sets = [part for one in setting for part in ("--set", one)]
+    assert rollart("train", recipe, "--dry-run", *sets).returncode == 0
+    result = rollart("train", recipe, "--dry-run", "--ray", "local", *sets)
+    assert result.returncode == 2
+    assert says in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_a_dry_run_writes_nothing(tmp_path):

@@ -564,15 +564,18 @@ def test_a_batch_with_something_in_it_forgives_the_empty_ones_before_it() -> Non
     run_virtual(main())
 
 
-def test_updates_that_were_left_out_are_told() -> None:
+def test_updates_that_were_left_out_are_told_and_no_checkpoint_is_made_of_them() -> None:
     class Diverging(FakeTrainer):
         async def step(self, batch: Any) -> Any:
             report = await super().step(batch)
             return replace(report, metrics={"skipped": float(batch.version == 1), "updates": 0.0})
 
     async def main() -> None:
-        rig = Rig(trainer=Diverging())
+        checkpoints = FakeCheckpoints()
+        rig = Rig(trainer=Diverging(), checkpoints=checkpoints,
+                  pipeline=PipelineSettings(steps=4, checkpoint_every=1))
         assert await rig.run() == []
+        assert [event.version for event in rig.log.of(CheckpointSaved)] == [1, 3, 4]
         (note,) = rig.log.of(Noted)
         assert note.text.startswith("step 2: 1 updates were left out, as their loss or gradient was not finite")
 

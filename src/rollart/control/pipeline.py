@@ -93,6 +93,7 @@ class Pipeline:
         self._evaluating: asyncio.Task[object] | None = None
         self._stop = False
         self._empty = 0  # batches in a row
+        self._diverged = False  # the last step could make no update: its weights may be no good
         self._saving: asyncio.Task[None] | None = None
         self._saved: Version | None = None
 
@@ -182,6 +183,7 @@ class Pipeline:
     def _look_at(self, made: MadeBatch, report: StepReport) -> None:
         """Tell of a step that changed nothing. Raises RunError when too many in a row had nothing to train on."""
         version = made.batch.version + 1
+        self._diverged = bool(report.metrics.get("skipped")) and not report.metrics.get("updates")
         if skipped := report.metrics.get("skipped"):
             self.journal.emit(Noted(version, f"step {version}: {skipped:.0f} updates were left out, as their loss or "
                                     "gradient was not finite; lower learner.learning_rate"))
@@ -238,9 +240,10 @@ class Pipeline:
             self._syncing = None
 
     async def _checkpoint(self, nursery: asyncio.TaskGroup, *, now_due: bool = False) -> None:
-        """Begin one if it is due, after the one before; it is of this version, whatever is trained meanwhile."""
+        """Begin one if it is due, after the one before; it is of this version, whatever is trained meanwhile. Weights
+        under which no update could be made take no older one's place while the run goes on."""
         version, every = self.buffer.version, self.settings.checkpoint_every
-        due = now_due or version == self.settings.steps or (every and version % every == 0)
+        due = now_due or version == self.settings.steps or (every and version % every == 0 and not self._diverged)
         if self.checkpoints and due and self._saved != version:
             await self._join_checkpoint()
             self._saved = version

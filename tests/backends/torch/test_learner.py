@@ -326,6 +326,18 @@ def test_a_checkpoint_that_is_not_whole_is_named(tmp_path):
     run(story())
 
 
+def test_no_checkpoint_is_made_of_weights_that_are_not_finite(tmp_path):
+    async def story():
+        trainer = TorchTrainer(model(), PLAIN, AlgoSettings(), MemoryWeights())
+        trainer._copy["model.norm.weight"][0] = math.inf
+        with pytest.raises(TrainerLost, match=r"weights of version 0 are not finite \(1 tensors, as model.norm.weight"):
+            await trainer.save(tmp_path)
+        assert not list(tmp_path.iterdir())
+        trainer.close()
+
+    run(story())
+
+
 def test_an_exported_folder_is_what_load_reads(tmp_path):
     from rollart.backends.torch.chat import ByteChat
     from rollart.backends.torch.checkpoint import load_model, save_model

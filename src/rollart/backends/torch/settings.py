@@ -169,7 +169,8 @@ class ChatSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartSettings:
-    """Imitation before reinforcement. Raises ValueError.
+    """Imitation before reinforcement, once for all that it depends on: the result is kept in the user's cache folder,
+    or in the one that the environment variable ROLLART_CACHE names. Raises ValueError.
 
     demonstrations: episodes per domain. error_rate: share of random actions in them. episodes, error_rates: the same
         for single domains by name, where they differ. passes: times that each demonstration is used.
