@@ -8,7 +8,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from helpers import PRECISION
-
 from rollart.backends.torch.settings import LearnerSettings
 
 if PRECISION:

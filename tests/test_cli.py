@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from helpers import command, environment, rollart, tiny_recipe
+from rollart.observe.ledger_view import LedgerView
 
 
 def refused(result: subprocess.CompletedProcess[str], *parts: str, code: int = 2) -> None:
@@ -54,6 +55,33 @@ def test_what_does_not_fit_is_said_before_the_warm_start(tmp_path):
                              ("name=../x", "name must be 1 to 100 letters")):
         refused(rollart("train", recipe, "--run", tmp_path / "run", "--set", assignment), part)
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("cache", [{"ROLLART_CACHE": "/proc/x"}, {"XDG_CACHE_HOME": "/proc"}, {"HOME": "/proc"}])
+def test_a_cache_that_cannot_be_written_is_said_before_the_warm_start(tmp_path, cache):
+    recipe = tiny_recipe(tmp_path, steps=1, extra="[warm_start]\ndemonstrations = 1000000\n")
+    env = {name: value for name, value in environment().items() if name not in ("ROLLART_CACHE", "XDG_CACHE_HOME")}
+    result = subprocess.run(command("train", recipe, "--run", tmp_path / "run"), capture_output=True, text=True,
+                            timeout=60, check=False, env={**env, **cache})
+    refused(result, "the warm start is kept in /proc", "set the environment variable ROLLART_CACHE")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_cache_that_is_full_after_the_warm_start_does_not_lose_it(tmp_path, monkeypatch):
+    from rollart import policy
+    from rollart.backends.torch import warm_start
+    from rollart.config.recipe import load_recipe
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("ROLLART_CACHE", str(tmp_path))
+    monkeypatch.setattr(warm_start, "store", full)
+    recipe = load_recipe(tiny_recipe(tmp_path, extra="[warm_start]\ndemonstrations = 4\n"))
+    steps = []
+    made = policy.first_policy(recipe, lambda what, step, of, loss: steps.append(what))
+    assert "warm start" in steps
+    assert made.made is not None
 
 
 @pytest.mark.parametrize(("arguments", "part"), [
@@ -140,6 +168,21 @@ def test_an_unsupported_model_folder_is_named_with_what_is_supported(tmp_path):
 def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path, setting, says):
     sets = [part for one in setting for part in ("--set", one)]
     refused(rollart("train", tiny_recipe(tmp_path), "--dry-run", *sets), says)
+
+
+@pytest.mark.parametrize(("setting", "says"), [
+    (["weights.carrier=memory"], "weights.carrier = 'memory' stays inside one process"),
+    (["weights.carrier=file", "lora.rank=4"], "[lora] is not there on a cluster yet"),
+    (["weights.carrier=file", "environments.preopen=8"], "environments.preopen opens nothing ahead on a cluster yet")])
+def test_a_dry_run_on_a_local_cluster_refuses_what_the_run_would_refuse(tmp_path, setting, says):
+    """The check needs no Ray; without --ray the same recipe is well."""
+    recipe = tiny_recipe(tmp_path, extra="\n[cluster.pools.h]\ncpus = 8\n")
+    sets = [part for one in setting for part in ("--set", one)]
+    assert rollart("train", recipe, "--dry-run", *sets).returncode == 0
+    result = rollart("train", recipe, "--dry-run", "--ray", "local", *sets)
+    assert result.returncode == 2
+    assert says in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_a_dry_run_writes_nothing(tmp_path):
@@ -364,3 +407,37 @@ def test_loading_a_recipe_imports_nothing_heavy(tmp_path):
             "assert not {'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules), sorted(sys.modules)")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_mistake_that_shows_late_leaves_the_run_as_it_is(tmp_path):
+    """Its class is that of an error before the beginning; what the folder holds decides."""
+    (tmp_path / "ends.py").write_text(
+        "from pathlib import Path\n"
+        "from rollart.core.errors import ConfigError\nfrom rollart.envs.calculator import Calculator\n\n\n"
+        "class Ends(Calculator):\n    reward = 'calculator'\n\n    def task(self, index, split):\n"
+        "        if split == 'train' and index >= int(Path(__file__).with_name('most').read_text()):\n"
+        "            raise ConfigError(f'the file of problems has none of number {index}: make it longer')\n"
+        "        return super().task(index, split)\n")
+    (tmp_path / "most").write_text("12")
+    recipe = tiny_recipe(tmp_path, steps=9, extra='\n[domains."ends:Ends"]\nsmallest = 2\nlargest = 2\n'
+                         'max_turns = 2\n')
+    recipe.write_text(re.sub(r"\[domains.(calculator|frozen_lake)\][^\[]*", "", recipe.read_text()))
+    run, env = tmp_path / "run", environment()
+    env["PYTHONPATH"] = f"{tmp_path}:{env.get('PYTHONPATH', '')}"
+
+    def train(*arguments):
+        return subprocess.run(command("train", *arguments), capture_output=True, text=True, timeout=120, check=False,
+                              env=env)
+
+    late = train(recipe, "--run", run)
+    assert late.returncode == 2
+    assert late.stderr.splitlines()[-2:] == [f"the run is kept; once this is mended: rollart train --resume {run}",
+                                             "error: the file of problems has none of number 12: make it longer"]
+    with LedgerView(run / "run.db") as ledger:
+        trained = ledger.counts()["trained"]
+    assert trained >= 8
+    assert (run / "report.html").exists()
+    (tmp_path / "most").write_text("1000")
+    last = train("--resume", run, "--set", "pipeline.steps=7")
+    assert last.returncode == 0, last.stderr
+    assert json.loads((run / "summary.json").read_text())["ledger"]["trained"] == 7 * 8

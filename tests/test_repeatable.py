@@ -4,6 +4,7 @@ import json
 import sqlite3
 
 import pytest
+
 from helpers import rollart, tiny_recipe
 
 CLOCKED = ("seconds", "tokens_per_second")

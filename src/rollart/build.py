@@ -14,10 +14,11 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollart.algo.samples import unusable
 from rollart.backends.process.environments import ProcessEnvironments
 from rollart.backends.scorers import Scorers, Site, open_scorers
 from rollart.build_ray import domain_pools, open_cluster, plan, ray_parts, serve_site
@@ -195,7 +196,7 @@ async def open_run(recipe: Recipe, folder: RunFolder, *, resume: bool,
         if isinstance(parts.environments, ProcessEnvironments):
             copies = rollout_settings.group_size + rollout_settings.spares
             parts.environments.upcoming = lambda: (task for task in tasks.peek() for _ in range(copies))
-        rollout = RolloutScheduler(services, buffer, tasks, changed)
+        rollout = RolloutScheduler(services, buffer, tasks, changed, partial(unusable, settings=recipe.algorithm))
         sync = WeightSync(parts.trainer, proxy, journal)
         supervisor = Supervisor(parts.cluster, proxy, sync, changed, max_restarts=recipe.cluster.max_restarts)
         pipeline = Pipeline(recipe.pipeline, algo=recipe.algorithm, buffer=buffer, changed=changed, rollout=rollout,

@@ -175,8 +175,8 @@ def _shared(policy: Policy, folder: RunFolder) -> Policy:
     return dataclasses.replace(policy, folder=target)
 
 
-def open_cluster(recipe: Recipe) -> Any:
-    """A connected RayCluster; the caller closes it. Raises ConfigError."""
+def check_cluster(recipe: Recipe) -> None:
+    """What a run on Ray does not have, so far. Raises ConfigError."""
     if recipe.weights.carrier == "memory":
         raise ConfigError("weights.carrier = 'memory' stays inside one process; on a cluster set it to 'file' (nodes "
                           "that share weights.folder), 'collective' or 'mooncake'")
@@ -184,6 +184,14 @@ def open_cluster(recipe: Recipe) -> Any:
         raise ConfigError(f"pools.{served[0]}.engine = 'server' is reached without --ray only, so far: leave it out")
     if recipe.lora:
         raise ConfigError("[lora] is not there on a cluster yet: leave it out, or run without --ray")
+    if recipe.environments.preopen:
+        raise ConfigError("environments.preopen opens nothing ahead on a cluster yet: leave it out, or run without "
+                          f"--ray; got {recipe.environments.preopen}")
+
+
+def open_cluster(recipe: Recipe) -> Any:
+    """A connected RayCluster; the caller closes it. Raises ConfigError."""
+    check_cluster(recipe)
     try:
         from rollart.backends.ray.cluster import RayCluster
         if on_serve(recipe):
@@ -201,6 +209,8 @@ def plan_lines(recipe: Recipe) -> list[str]:
 
     Raises ConfigError.
     """
+    if recipe.cluster.address == "local":
+        check_cluster(recipe)
     if recipe.cluster.address in ("", "local"):
         if not recipe.model.path or Path(recipe.model.path).is_dir():  # a plan may be made far from the model
             check_parts(recipe, here=False)

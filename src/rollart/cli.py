@@ -79,6 +79,7 @@ def train(
             return
         folder = RunFolder(resume or run or _free_folder(settings.name))
         config_before = folder.resume() if resume else None
+        had = folder.trajectories()
         if resume:
             folder.rewrite_config(settings.to_json())
         else:
@@ -93,6 +94,9 @@ def train(
             if not isinstance(first_error(error), ConfigError):
                 with suppress(OSError, RollArtError, sqlite3.Error):  # what ended the run is what is told
                     _report(folder)
+            elif folder.trajectories() > had:  # it was said late: what has been done stays
+                _report(folder)
+                tell(f"the run is kept; once this is mended: {how_to_resume(folder.path)}")
             elif config_before is None:
                 folder.discard()
             else:

@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,9 +88,13 @@ def first_policy(recipe: Recipe, progress: Progress = lambda *_: None) -> Policy
     if found is None:
         policy = base()
         context_tokens(recipe, policy)  # what does not fit together is said before minutes of imitation
+        _check_cache()
         warm.imitate(policy.model, _imitation(recipe, policy.chat, progress), recipe.warm_start, len(available()),
                      lambda step, steps, loss: progress("warm start", step, steps, loss))
-        found = warm.store(cache_folder(), key, lambda folder: save_model(policy.model, folder, policy.chat))
+        try:
+            found = warm.store(cache_folder(), key, lambda folder: save_model(policy.model, folder, policy.chat))
+        except OSError:  # the disk is full by now: this run has it all the same
+            return policy
     return load_policy(found, recipe)
 
 
@@ -110,9 +115,26 @@ def context_tokens(recipe: Recipe, policy: Policy) -> int:
 
 
 def cache_folder() -> Path:
-    """Where warm starts are kept: $ROLLART_CACHE, or rollart/ in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("ROLLART_CACHE") or Path(base) / "rollart") / "warm_start"
+    """Where warm starts are kept: $ROLLART_CACHE, or rollart/ in the user's cache folder. Raises ConfigError for a user
+    who has none."""
+    if own := os.environ.get("ROLLART_CACHE"):
+        return Path(own) / "warm_start"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollart" / "warm_start"
+    except RuntimeError:  # neither HOME nor an entry among the users
+        raise ConfigError("a warm start is kept in a cache folder, and this user has no home: set the environment "
+                          "variable ROLLART_CACHE to a folder") from None
+
+
+def _check_cache() -> None:
+    """Raises ConfigError where nothing can be written to the cache."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"the warm start is kept in {folder}, which cannot be written ({error.strerror}): set the "
+                          "environment variable ROLLART_CACHE to a folder that can") from None
 
 
 def _warm_key(recipe: Recipe) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import pytest
 from rollart.config.simulation import load_simulation, simulation_from
 from rollart.core.errors import ConfigError
 from rollart.sim.workload import DOMAINS
+from rollart.sim.world import simulate
 
 
 def tables(**changes):
@@ -93,3 +94,11 @@ def test_the_recipes_that_ship_can_be_simulated(pytestconfig):
     for path in found:
         if path.stem != "sim_trace":  # needs a file
             load_simulation(path).world()
+
+
+def test_batches_with_nothing_to_train_on_end_a_simulation_too():
+    alone = tables(rollout={"batch_groups": 1, "group_size": 1}, algorithm={"filter": "zero_variance"},
+                   pipeline={"steps": 9, "max_empty_batches": 2})
+    told = simulate(simulation_from(alone).world(), 0).ended
+    assert "2 batches in a row had nothing to train on (1 trajectories: zero variance)" in told
+    assert "pipeline.max_empty_batches = 2" in told

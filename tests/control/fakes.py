@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollart.algo.samples import unusable
 from rollart.algo.settings import AlgoSettings
 from rollart.control.env_manager import Services
 from rollart.control.evaluation import Evaluator
@@ -377,7 +379,8 @@ class Rig:
                  engines: Sequence[Any] | None = None, trainer: Any = None, tasks: Any = None, cluster: Any = None,
                  affinity: Mapping[str, str] | None = None, version: Version = 0, checkpoints: Any = None,
                  eval_tasks: Sequence[Task] = (), eval_engines: Sequence[Any] = (), eval_pool: Any = None,
-                 eval_cluster: Any = None, log: Log | None = None, seed: int = 0) -> None:
+                 eval_cluster: Any = None, log: Log | None = None, seed: int = 0,
+                 algo: AlgoSettings | None = None) -> None:
         schedule = schedule or ScheduleSettings()
         self.settings = rollout or RolloutSettings(batch_groups=2, group_size=2)
         self.changed, self.log = Changed(), log or Log()
@@ -394,7 +397,8 @@ class Rig:
         renderer = renderer or FakeRenderer()
         self.services = Services(proxy=self.proxy, environments=self.pool, renderer=renderer,
                                  scorer=self.scorer, journal=self.log, settings=self.settings, seed=seed, wave=wave)
-        self.rollout = RolloutScheduler(self.services, self.buffer, self.tasks, self.changed)
+        self.rollout = RolloutScheduler(self.services, self.buffer, self.tasks, self.changed,
+                                        partial(unusable, settings=algo or AlgoSettings()))
         self.supervisor = Supervisor(self.cluster, self.proxy, self.sync, self.changed)
         self.evaluator = None
         if eval_tasks:
@@ -402,7 +406,7 @@ class Rig:
             self.evaluator = Evaluator(
                 Services(proxy=proxy, environments=eval_pool or FakePool(), renderer=renderer, scorer=self.scorer,
                          journal=self.log, settings=self.settings, seed=seed), eval_tasks, cluster=eval_cluster)
-        self.pipeline = Pipeline(pipeline or PipelineSettings(steps=3, checkpoint_every=0), algo=AlgoSettings(),
+        self.pipeline = Pipeline(pipeline or PipelineSettings(steps=3, checkpoint_every=0), algo=algo or AlgoSettings(),
                                  buffer=self.buffer, changed=self.changed, rollout=self.rollout, sync=self.sync,
                                  supervisor=self.supervisor, trainer=self.trainer, tasks=self.tasks, journal=self.log,
                                  checkpoints=checkpoints, evaluator=self.evaluator)

@@ -19,6 +19,7 @@ from rollart.control.llm_proxy import LLMProxy
 from rollart.control.settings import RolloutSettings
 from rollart.core.changed import Changed
 from rollart.core.clock import now
+from rollart.core.errors import ConfigError, EnvironmentFailed
 from rollart.core.events import EnvironmentClosed, EnvironmentOpened, TurnEnded
 from rollart.core.tokens import ids
 from rollart.core.types import Finish, Group, Manifest, Message, Observation, Outcome, Task, Trajectory, TrajectoryId
@@ -384,3 +385,46 @@ def test_what_there_is_so_far_can_be_told_of_a_cancelled_episode() -> None:
         assert (len(t.turns), t.sampled, t.score, t.good) == (2, 6, None, False)
 
     run_virtual(main())
+
+
+class Picky(FakeRenderer):
+    """A chat that refuses at one stage, with an error."""
+
+    def __init__(self, stage: str, error: Exception) -> None:
+        def refuse(*_: object) -> None:
+            raise error
+
+        setattr(self, stage, refuse)
+
+
+@pytest.mark.parametrize("stage", ["prompt", "text", "reply", "fork"])
+@pytest.mark.parametrize(("error", "told"), [
+    (ConfigError("the chat template refuses the roles user, tool"),
+     "ConfigError: the chat template refuses the roles user, tool"),
+    (UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed"),
+     "ConfigError: the chat cannot say what this trajectory holds: 'utf-8' codec can't encode character '\\ud83d'")])
+def test_what_the_chat_cannot_say_costs_this_trajectory_and_not_the_run(stage: str, error: Exception,
+                                                                        told: str) -> None:
+    e, t = play(renderer=Picky(stage, error))
+    assert (t.outcome, t.score) == (Outcome.FAILED, None)
+    assert t.error.startswith(told)
+    assert not e.scorer.scored
+
+
+def test_first_messages_that_make_no_token_are_a_failed_trajectory() -> None:
+    class Silent(FakeRenderer):
+        def prompt(self, messages: Any) -> Any:
+            return ids()
+
+    e, t = play(renderer=Silent())
+    assert (t.outcome, t.error[:50]) == (Outcome.FAILED, "ConfigError: the chat makes no token of the first ")
+    assert not e.engine.requests
+
+
+def test_an_error_s_text_can_be_stored_whatever_it_holds() -> None:
+    class Odd(FakePool):
+        async def open(self, task: Task) -> Any:
+            raise EnvironmentFailed("half \ud83d pair")
+
+    _, t = play(pool=Odd(), open_attempts=1)
+    assert t.error == "EnvironmentFailed: half ? pair"

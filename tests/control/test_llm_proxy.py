@@ -125,14 +125,14 @@ def test_a_turn_that_lost_its_engine_before_the_first_token_begins_again() -> No
     run_virtual(main())
 
 
-def test_a_turn_gives_up_after_its_attempts_and_says_how_many() -> None:
+def test_a_turn_gives_up_after_its_attempts_and_says_how_many_and_why() -> None:
     async def main() -> None:
         engines = [FakeEngine(f"e{i}") for i in range(4)]
         p, log = proxy(engines, attempts=3)
         await p.update(weights(1))
         for engine in engines[:3]:
             engine.crash()
-        with pytest.raises(EngineLost, match=r"g1.0 turn 2: lost 3 engines"):
+        with pytest.raises(EngineLost, match=r"g1.0 turn 2: lost 3 engines one after another, the last: e2 is down"):
             await p.generate(ask(turn=2))
         assert not engines[3].requests
         assert len(log.of(TurnMoved)) == 3

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fakes import Books, FakeCheckpoints, FakeEngine, FakePool, FakeScorer, FakeTrainer, Rig, hang, task
 
+from rollart.algo.settings import AlgoSettings
 from rollart.control.pipeline import PipelineSettings
 from rollart.control.settings import SCHEDULES, RolloutSettings, ScheduleSettings
 from rollart.core.clock import now
@@ -21,6 +22,7 @@ from rollart.core.events import (
     Event,
     GroupEnded,
     GroupOpened,
+    Noted,
     RunEnded,
     Settled,
     SlotsFreed,
@@ -30,7 +32,7 @@ from rollart.core.events import (
     TurnEnded,
     WeightsLive,
 )
-from rollart.core.types import Fate, Restored, StalePolicy, Task, Trajectory, TrajectoryId, Unfinished
+from rollart.core.types import Fate, Restored, Score, StalePolicy, Task, Trajectory, TrajectoryId, Unfinished
 from rollart.sim.costs import StepCost, TrainCost
 from rollart.sim.engine import SimEngine
 from rollart.sim.faults import CALM, Faults
@@ -513,7 +515,7 @@ def test_s9_failures_without_an_end_stop_the_run_with_number_key_and_reason() ->
         rig = Rig(pool=pool, rollout=RolloutSettings(batch_groups=2, group_size=2, max_failed_groups=5))
         (error,) = await rig.run()
         assert isinstance(error, RunError)
-        for part in (" groups in a row", "rollout.max_failed_groups = 5", "broke in first"):
+        for part in (" tasks in a row", "rollout.max_failed_groups = 5", "broke in first"):
             assert part in str(error)
 
     run_virtual(main())
@@ -528,3 +530,53 @@ def test_a_finished_run_settles_the_surplus_and_gives_its_tasks_back() -> None:
         back.append(rig.tasks.next())
     assert {t.id for t in back} == over
     assert task(0).id not in over
+
+
+def test_s9_batches_with_nothing_to_train_on_are_told_at_the_first_and_end_the_run_in_the_end() -> None:
+    async def main() -> None:
+        rig = Rig(scorer=FakeScorer(), algo=AlgoSettings(filter="zero_variance"),
+                  rollout=RolloutSettings(batch_groups=2, group_size=1),
+                  pipeline=PipelineSettings(steps=9, checkpoint_every=0, max_empty_batches=3))
+        (error,) = await rig.run()
+        assert isinstance(error, RunError)
+        assert str(error).startswith("3 batches in a row had nothing to train on (2 trajectories: zero variance): ")
+        assert "pipeline.max_empty_batches = 3" in str(error)
+        assert rig.trainer.version == 3
+        (note,) = rig.log.of(Noted)
+        assert "step 1 had nothing to train on (2 trajectories: zero variance)" in note.text
+
+    run_virtual(main())
+
+
+def test_a_batch_with_something_in_it_forgives_the_empty_ones_before_it() -> None:
+    class Sometimes(FakeScorer):
+        async def score(self, t: Trajectory) -> Score:
+            made = await super().score(t)
+            return made if t.id.group % 3 == 2 else replace(made, value=1.0)
+
+    async def main() -> None:
+        rig = Rig(scorer=Sometimes(), algo=AlgoSettings(filter="zero_variance"),
+                  rollout=RolloutSettings(batch_groups=1, group_size=2),
+                  pipeline=PipelineSettings(steps=9, checkpoint_every=0, max_empty_batches=3))
+        assert await rig.run() == []
+        assert len(rig.log.of(Noted)) == 3
+
+    run_virtual(main())
+
+
+def test_updates_that_were_left_out_are_told_and_no_checkpoint_is_made_of_them() -> None:
+    class Diverging(FakeTrainer):
+        async def step(self, batch: Any) -> Any:
+            report = await super().step(batch)
+            return replace(report, metrics={"skipped": float(batch.version == 1), "updates": 0.0})
+
+    async def main() -> None:
+        checkpoints = FakeCheckpoints()
+        rig = Rig(trainer=Diverging(), checkpoints=checkpoints,
+                  pipeline=PipelineSettings(steps=4, checkpoint_every=1))
+        assert await rig.run() == []
+        assert [event.version for event in rig.log.of(CheckpointSaved)] == [1, 3, 4]
+        (note,) = rig.log.of(Noted)
+        assert note.text.startswith("step 2: 1 updates were left out, as their loss or gradient was not finite")
+
+    run_virtual(main())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from fakes import Books, FakePool, FakeScorer, Rig, mix, task, trajectory
 
+from rollart.algo.settings import AlgoSettings
 from rollart.control.settings import RolloutSettings, ScheduleSettings
 from rollart.core.errors import EnvironmentFailed, InvariantViolated, RunError
 from rollart.core.events import (
@@ -21,7 +23,7 @@ from rollart.core.events import (
     TrajectoryEnded,
     TrajectoryStarted,
 )
-from rollart.core.types import Fate, Outcome, Restored, StalePolicy, Task, Trajectory, Unfinished
+from rollart.core.types import Fate, Outcome, Restored, Score, StalePolicy, Task, Trajectory, Unfinished
 from rollart.sim.loop import run_virtual
 
 
@@ -179,13 +181,74 @@ def test_a_group_cancelled_before_its_first_step_leaks_nothing() -> None:
     run_virtual(main())
 
 
-def test_s9_too_many_given_up_groups_in_a_row_end_the_run_with_the_number_and_the_key() -> None:
+def test_s9_too_many_failed_tasks_in_a_row_end_the_run_with_the_number_and_the_key() -> None:
     pool = FakePool(trouble=lambda stage, number: "fail" if stage == "step" else "")
     with pytest.raises(ExceptionGroup) as caught:
         play(wait(1000.0), pool=pool, rollout=small(max_failed_groups=4))
     (error,) = caught.value.exceptions
     assert isinstance(error, RunError)
-    assert str(error).startswith("4 groups in a row were given up (rollout.max_failed_groups = 4)")
+    assert str(error).startswith("4 tasks in a row failed (rollout.max_failed_groups = 4); the last one: ")
+
+
+class Partly(FakePool):
+    """Tasks that `broken` names by their number cannot be opened; the others are well, and slow."""
+
+    def __init__(self, broken: Callable[[int], bool], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.broken = broken
+
+    async def open(self, task: Task) -> Any:
+        await asyncio.sleep(1.0)
+        if self.broken(int(task.id.rsplit("/", 1)[1])):
+            raise EnvironmentFailed(f"{task.id}: image not found")
+        return await super().open(task)
+
+
+def test_s9_broken_tasks_beside_good_ones_that_are_slow_do_not_end_a_run() -> None:
+    """A third of the tasks fails within seconds, and the others take two hours: 16 good groups are under way at last,
+    and more than max_failed_groups tasks have failed before the first of them was complete."""
+    async def story(rig: Rig) -> None:
+        await asyncio.sleep(3600.0)
+        assert (len(rig.buffer.open), len(rig.buffer.ready)) == (16, 0)
+        assert sum("quarantined" in e.reason for e in rig.log.of(GroupEnded)) >= 7
+        await asyncio.sleep(2 * 3600.0)
+        assert len(rig.buffer.ready) == 16
+
+    pool = Partly(lambda number: number % 3 == 0, step_s=3600.0)
+    play(story, pool=pool, rollout=small(batch_groups=8, max_failed_groups=4, environment_seconds=7200.0,
+                                         episode_seconds=9000.0))
+
+
+def test_s9_one_broken_task_counts_once_however_often_it_is_tried() -> None:
+    rig = play(wait(60.0), pool=Partly(lambda number: number == 0), rollout=small(task_attempts=6, max_failed_groups=4),
+               schedule=ScheduleSettings(alpha=9))
+    assert sum("image not found" in e.reason for e in rig.log.of(GroupEnded)) == 6
+
+
+def test_s9_when_all_are_broken_a_few_that_hang_put_the_end_off_by_a_few_tasks_only() -> None:
+    pool = Partly(lambda number: number > 1, step_s=1e6)  # game/0 and game/1 hang
+    with pytest.raises(ExceptionGroup) as caught:
+        play(wait(1e5), pool=pool, rollout=small(batch_groups=4, max_failed_groups=4, environment_seconds=1e6,
+                                                 episode_seconds=1e6))
+    assert str(caught.value.exceptions[0]).startswith("12 tasks in a row failed (rollout.max_failed_groups = 4)")
+
+
+def test_a_group_that_the_algorithm_cannot_use_has_failed_and_its_task_comes_again() -> None:
+    class Negative(FakeScorer):
+        async def score(self, t: Trajectory) -> Score:
+            bad = t.task.id == "game/0" and t.id.member == 0
+            return replace(await super().score(t), value=-0.5 if bad else float(t.id.member))
+
+    rig = play(wait(40.0), scorer=Negative(), algo=AlgoSettings(advantage="maxrl"))
+    assert [e.task.id for e in rig.log.of(GroupOpened)] == ["game/0", "game/1", "game/0", "game/2"]
+    first, again = [ended(rig)[e.group] for e in rig.log.of(GroupOpened) if e.task.id == "game/0"]
+    assert first.reason == ("advantage 'maxrl' cannot use the group's rewards: ConfigError: advantage 'maxrl' needs "
+                            "rewards >= 0; got -0.5; set 'grpo'")
+    assert again.reason.startswith("quarantined after 2 failed groups: advantage 'maxrl'")
+    lost = [e for e in rig.log.of(Settled) if e.fate is Fate.FAILED]
+    assert [[str(id) for id in e.ids] for e in lost] == [["g0.0", "g0.1"], ["g2.0", "g2.1"]]
+    assert ended(rig)[1].kept
+    assert ended(rig)[3].kept
 
 
 def test_a_complete_group_in_between_forgives_the_failures_before_it() -> None:

@@ -178,3 +178,13 @@ def test_a_person_can_play_and_give_up():
     assert play(domain, 0, who="script", write=lines.append)
     with pytest.raises(ConfigError, match="person, script or random"):
         play(domain, 0, who="robot")
+
+
+def test_errors_while_a_domain_is_made_name_it_as_the_recipe_does(tmp_path, monkeypatch):
+    (tmp_path / "picky.py").write_text(
+        "from rollart.core.errors import ConfigError\nfrom rollart.envs.calculator import Calculator\n\n\n"
+        "class Picky(Calculator):\n    def __init__(self, settings=None):\n        super().__init__(settings)\n"
+        "        raise ConfigError(f'domain {self.name}: no id')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"^domain g: no id$"):
+        make_domain("g", {"class": "picky:Picky"})

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.core.types import Message, Score
-from rollart.rewards.contract import BadScore, RewardRequest, content_key, from_json, read_answers, to_json
+from rollart.rewards.contract import (
+    LARGEST,
+    BadScore,
+    RewardRequest,
+    checked,
+    content_key,
+    from_json,
+    read_answers,
+    to_json,
+)
 from rollart.rewards.handler import Handler
 from rollart.rewards.mix import Mix
 
@@ -40,10 +49,33 @@ def test_what_is_no_request_is_told(plain, says):
 @pytest.mark.parametrize("body", [
     b"", b"<html>", b"[]", b"{}", b'{"score": null}', b'{"score": {"value": "1"}}', b'{"score": {"value": true}}',
     b'{"score": {"value": NaN}}', b'{"score": {"value": 1, "parts": {"a": Infinity}}}', b'{"version": 7, "score": {}}',
-    b'{"score": {"value": 1, "parts": 3}}'])
+    b'{"score": {"value": 1, "parts": 3}}', b"[" * 100_000, b'{"score": ' + b"[" * 960 + b"]" * 960 + b"}",
+    b'{"score": {"value": 1e300}}', b'{"score": {"value": 1%s}}' % (b"0" * 400),
+    b'{"score": {"value": 1, "parts": {"a": 1e31}}}'])
 def test_garbage_is_never_a_score(body):
     with pytest.raises(BadScore):
         read_answers(body, 1, batch=False)
+
+
+@pytest.mark.parametrize(("score", "says"), [
+    (Score(1e300), r"value must be a finite number; got 1e\+300"), (Score(10**400), "value must be a finite number"),
+    (Score(True), "value must be"), (Score(0.0, parts={"a": -1e31}), "a must be a finite number"),
+    (Score(0.0, parts={("a", 1): 1.0}), "parts must be numbers by name"),
+    (Score(0.0, parts=3), "parts must be numbers")])
+def test_a_number_that_cannot_be_trained_on_or_stored_is_no_score(score, says):
+    with pytest.raises(BadScore, match=says):
+        checked(score)
+
+
+def test_the_largest_score_is_one_and_its_texts_can_be_stored():
+    score = checked(Score(LARGEST, True, {"half \ud83d": -LARGEST}, "why \udc00"))
+    assert score == Score(1e30, True, {"half ?": -1e30}, "why ?")
+
+
+def test_the_handler_refuses_a_request_that_is_nested_too_deeply():
+    for body in (b"[" * 100_000, json.dumps({"version": 1, "facts": json.loads("[" * 500 + "]" * 500)}).encode()):
+        status, answer = Handler(["reward_functions:fine"]).respond(body)
+        assert (status, json.loads(answer)["error"]["kind"]) == (400, "bad_request")
 
 
 def test_a_function_written_elsewhere_needs_to_answer_the_value_only():

@@ -12,7 +12,8 @@ from rollart.rewards.judge import Judge
 
 @contextmanager
 def endpoint(*answers):
-    """An OpenAI-compatible endpoint that gives these answers in turn (the last goes on); an int is an HTTP status."""
+    """An OpenAI-compatible endpoint that gives these answers in turn (the last goes on); an int is an HTTP status,
+    bytes are the whole body."""
     asked, left = [], list(answers)
 
     class Handler(BaseHTTPRequestHandler):
@@ -20,7 +21,8 @@ def endpoint(*answers):
             body = self.rfile.read(int(self.headers["Content-Length"]))
             asked.append((self.path, dict(self.headers), json.loads(body)))
             answer = left.pop(0) if len(left) > 1 else left[0]
-            out = json.dumps({"choices": [{"message": {"content": answer}}]}).encode()
+            out = answer if isinstance(answer, bytes) else json.dumps({"choices": [{"message": {"content": answer}}]}
+                                                                      ).encode()
             self.send_response(answer if isinstance(answer, int) else 200)
             self.send_header("Content-Length", str(len(out)))
             self.end_headers()
@@ -82,6 +84,11 @@ def test_a_busy_endpoint_is_asked_again_and_a_refused_key_is_not():
         assert len(asked) == 1
     with pytest.raises(Unavailable, match=r"judge at http://127.0.0.1:9/v1: URLError"):
         Judge(url="http://127.0.0.1:9/v1", model="m", attempts=1)(said("a"))
+
+
+def test_an_answer_that_is_nested_too_deeply_is_no_verdict():
+    with endpoint(b"[" * 100_000) as (url, _), pytest.raises(Unavailable, match="nested more than 100 levels"):
+        Judge(url=url, model="m", attempts=1)(said("a"))
 
 
 def test_the_same_text_is_judged_once():

@@ -14,6 +14,7 @@ samples that each keep an exact prefix and share the weight of one; each member 
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from rollart.algo.advantages import Member, all_equal, overlong_penalty, whitened
 from rollart.algo.catalogue import function, parts
 from rollart.algo.settings import AlgoSettings
+from rollart.core.errors import ConfigError
 from rollart.core.tokens import Counted, Tokens, floats, ids, join
 from rollart.core.types import Group, Outcome, Sample, TrainBatch, Trajectory, TrajectoryId, Turn, Version
 
@@ -42,10 +44,7 @@ def make_batch(version: Version, groups: Sequence[Group], settings: AlgoSettings
     kept: list[tuple[Trajectory, Member, tuple[float, ...]]] = []
     filtered: list[tuple[TrajectoryId, str]] = []
     for group in groups:
-        raw = [_raw(member, settings) for member in group.members]
-        members = [_member(m, reward, settings) for m, reward in zip(group.members, raw, strict=True)]
-        advantages = [(0.0,) * len(m.turns) for m in members] if settings.critic else (
-            function("advantage", settings.advantage)(members, settings))
+        raw, members, advantages = _compared(group, settings)
         left_out = _left_out(group, raw, settings)
         for trajectory, reward, member, own in zip(group.members, raw, members, advantages, strict=True):
             reason = ("no reward" if reward is None else left_out or _unusable(trajectory, settings))
@@ -58,6 +57,29 @@ def make_batch(version: Version, groups: Sequence[Group], settings: AlgoSettings
         kept = [(t, member, own) for (t, member, _), own in zip(kept, white, strict=True)]
     samples = [sample for trajectory, member, own in kept for sample in make_samples(trajectory, member, own)]
     return MadeBatch(TrainBatch(version, tuple(samples)), tuple(filtered))
+
+
+def unusable(group: Group, settings: AlgoSettings) -> str:
+    """Why the algorithm can make no advantages of the group's rewards, or ''. The piece may be somebody's own."""
+    try:
+        _, members, advantages = _compared(group, settings)
+        fits = [len(own) for own in advantages] == [len(member.turns) for member in members]
+        if fits and all(math.isfinite(value) for own in advantages for value in own):
+            return ""
+        problem = f"{advantages!r:.120} is not one finite number for each turn"
+    except (ArithmeticError, ConfigError, LookupError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    return f"advantage {settings.advantage!r} cannot use the group's rewards: {problem}"
+
+
+def _compared(group: Group, settings: AlgoSettings,
+              ) -> tuple[list[float | None], list[Member], Sequence[tuple[float, ...]]]:
+    """Raw rewards, what advantages are made of, and the advantages of each member's turns."""
+    raw = [_raw(member, settings) for member in group.members]
+    members = [_member(m, reward, settings) for m, reward in zip(group.members, raw, strict=True)]
+    if settings.critic:
+        return raw, members, [(0.0,) * len(m.turns) for m in members]
+    return raw, members, function("advantage", settings.advantage)(members, settings)
 
 
 def _raw(trajectory: Trajectory, settings: AlgoSettings) -> float | None:

@@ -35,11 +35,11 @@ This page is written from the settings: `python -m rollart.config.reference > do
 SIMULATION = """# Simulation recipes
 
 What `rollart simulate` and `rollart plan` read; `recipes/sim_paper.toml` is one, docs/simulator.md explains.
-`[schedule]` and `[rollout]` are as above; of `[pipeline]` only steps, checkpoint_every and step_seconds, and of
-`[algorithm]` only filter and truncated, mean something here: other keys are refused. `model.name` alone takes a
-known shape. A domain takes a preset by its name or by `load = "swe"` (swe, webshop, frozen_lake, math, game),
-then changes keys of it: a number fixes a distribution, a table changes some of its numbers; `records = "PATH"`
-takes recorded episodes instead; `weight` is its share.
+`[schedule]` and `[rollout]` are as above; of `[pipeline]` only steps, checkpoint_every, step_seconds and
+max_empty_batches, and of `[algorithm]` only filter and truncated, mean something here: other keys are refused.
+`model.name` alone takes a known shape. A domain takes a preset by its name or by `load = "swe"` (swe, webshop,
+frozen_lake, math, game), then changes keys of it: a number fixes a distribution, a table changes some of its numbers;
+`records = "PATH"` takes recorded episodes instead; `weight` is its share.
 """
 
 

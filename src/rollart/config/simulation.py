@@ -174,7 +174,8 @@ class SimRecipe:
 
 
 SECTIONS = sections(SimRecipe)
-ACTS = {"algorithm": ("filter", "truncated"), "pipeline": ("steps", "checkpoint_every", "step_seconds")}
+ACTS = {"algorithm": ("filter", "truncated"),
+        "pipeline": ("steps", "checkpoint_every", "step_seconds", "max_empty_batches")}
 """Keys of sections shared with training that mean something here (of other sections: all)."""
 
 

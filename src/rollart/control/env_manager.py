@@ -1,9 +1,9 @@
 """One environment, one trajectory, from open to close.
 
 Keeps true: an environment that was opened is closed exactly once, on success, failure and cancellation; whatever goes
-wrong across a port becomes a trajectory with outcome FAILED and an error that names it, never an exception; the
-context only grows, by exact ids; every stage has a deadline, and all stages together `episode_seconds` (pauses between
-openings and barriers do not count).
+wrong across a port, or because the chat cannot say what this one trajectory holds, becomes a trajectory with outcome
+FAILED and an error that names it, never an exception; the context only grows, by exact ids; every stage has a deadline,
+and all stages together `episode_seconds` (pauses between openings and barriers do not count).
 Waits for: the environment (open, first, step), the proxy (generate), the scorer.
 """
 
@@ -12,15 +12,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from rollart.control.llm_proxy import LLMProxy
 from rollart.control.settings import RolloutSettings
 from rollart.control.wave import Wave
 from rollart.core.clock import draw, stream
 from rollart.core.deadline import Deadline
-from rollart.core.errors import EngineLost, EnvironmentFailed, PortError, ScorerFailed
+from rollart.core.errors import ConfigError, EngineLost, EnvironmentFailed, PortError, ScorerFailed
 from rollart.core.events import EnvironmentClosed, EnvironmentOpened, TurnEnded
+from rollart.core.foreign import encodable
 from rollart.core.ports import Environment, EnvironmentPool, Journal, Renderer, Scorer
 from rollart.core.tokens import Counted, Tokens, ids, join
 from rollart.core.types import (
@@ -39,6 +40,7 @@ from rollart.core.types import (
     Version,
 )
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -55,6 +57,14 @@ class Services:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     wave: Wave | None = None
+
+
+def _said(say: Callable[P, T], *words: P.args, **named: P.kwargs) -> T:
+    """What the chat makes of this trajectory. Raises ConfigError where it cannot say it."""
+    try:
+        return say(*words, **named)
+    except ValueError as error:
+        raise ConfigError(f"the chat cannot say what this trajectory holds: {error}") from error
 
 
 class EnvManager:
@@ -92,8 +102,8 @@ class EnvManager:
             score = await self._within("score", self._s.settings.score_seconds, ScorerFailed,
                                        self._s.scorer.score(self.trajectory(outcome)))
             return self.trajectory(outcome, score, self._note)
-        except PortError as failure:
-            return self.trajectory(Outcome.FAILED, error=f"{type(failure).__name__}: {failure}")
+        except (PortError, ConfigError) as failure:
+            return self.trajectory(Outcome.FAILED, error=encodable(f"{type(failure).__name__}: {failure}"))
         finally:
             self.stage, self.since = "ended", self._now()
             self._deadline.close()
@@ -132,7 +142,9 @@ class EnvManager:
         s, settings = self._s, self._s.settings
         observation = self._start = await self._within("environment", settings.environment_seconds, EnvironmentFailed,
                                                        environment.first())
-        context = self._prompt = s.renderer.prompt(observation.messages)
+        context = self._prompt = _said(s.renderer.prompt, observation.messages)
+        if not len(context):
+            raise ConfigError(f"the chat makes no token of the first messages: {observation.messages!r:.120}")
         history = list(observation.messages)
         if wave:
             await wave.arrive(f"{self.id} before turn 0")
@@ -145,7 +157,7 @@ class EnvManager:
                                       s.renderer.stop, draw(s.seed, "sample", str(self.id), turn))
             completion = await self._within("generate", settings.generate_seconds, EngineLost,
                                             s.proxy.generate(request))
-            text = s.renderer.text(completion)
+            text = _said(s.renderer.text, completion)
             nothing: Tokens = Counted(0) if isinstance(context, Counted) else ids()
             if self.turns and self.turns[-1].completion.routes and self.turns[-1].fork is None:
                 # the newer ones cover the whole context
@@ -162,10 +174,10 @@ class EnvManager:
                                              environment.step(Action(text, completion.finish is Finish.LENGTH)))
             self._calls.append(round(self._now() - self.since, 6))
             last = observation.done or turn + 1 == self.task.max_turns
-            reply = nothing if last else s.renderer.reply(completion, observation.messages)
+            reply = nothing if last else _said(s.renderer.reply, completion, observation.messages)
             context = join(context, completion.tokens, reply)
             history += [Message("assistant", text), *observation.messages]
-            fork = None if last else s.renderer.fork(history, context)
+            fork = None if last else _said(s.renderer.fork, history, context)
             self.turns[-1] = Turn(completion, text, observation, reply if fork is None else nothing, fork)
             if observation.done:
                 return Outcome.TRUNCATED if observation.truncated else Outcome.FINISHED

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from rollart.control.env_manager import EnvManager, Services
+from rollart.core.clock import now
 from rollart.core.events import Settled, TrajectoryEnded, TrajectoryStarted
 from rollart.core.types import Fate, Outcome, Task, Trajectory, TrajectoryId, Version
 
@@ -22,6 +23,7 @@ class GroupRun:
                  on_age: Callable[[int, Version | None], None], finished: Sequence[Trajectory] = (),
                  started: int = 0) -> None:
         self.id, self.task, self.born, self._s, self._on_age = id, task, born, services, on_age
+        self.opened = now()
         self.good: list[Trajectory] = list(finished)
         self._good_oldest = min((m.oldest for m in finished if m.oldest is not None), default=None)
         self.members: dict[asyncio.Task[Trajectory], EnvManager] = {}

@@ -62,13 +62,15 @@ class LLMProxy:
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one turn. Raises EngineLost after `attempts` lost engines, or when none came up in time."""
         parts: list[Completion] = []
+        reason = ""
         for _ in range(self._attempts):
             engine = await self._engine(request)
             try:
                 parts.append(await engine.generate(request))
                 return merge(parts)
             except EngineLost as lost:
-                self.mark_down(engine.id, str(lost))
+                reason = str(lost)
+                self.mark_down(engine.id, reason)
                 self.routing.forget(request.trajectory)
                 kept, tokens = lost.partial, len(lost.partial.tokens) if lost.partial else 0
                 self.moved += 1
@@ -80,7 +82,8 @@ class LLMProxy:
                     request = replace(request, context=join(request.context, kept.tokens),
                                       max_tokens=request.max_tokens - tokens,
                                       seed=draw(request.seed, "moved", len(parts)))
-        raise EngineLost(f"{request.trajectory} turn {request.turn}: lost {self._attempts} engines one after another")
+        raise EngineLost(f"{request.trajectory} turn {request.turn}: lost {self._attempts} engines one after another, "
+                         f"the last: {reason}")
 
     async def _engine(self, request: GenerateRequest) -> Engine:
         if self._suspended or not self.routing.up:

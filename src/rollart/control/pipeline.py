@@ -22,12 +22,13 @@ evaluation : its own episodes                    | (nobody waits for it but the 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
-from rollart.algo.samples import make_batch
+from rollart.algo.samples import MadeBatch, make_batch
 from rollart.algo.settings import AlgoSettings
 from rollart.control.evaluation import Evaluator
 from rollart.control.rollout_scheduler import RolloutScheduler
@@ -37,8 +38,17 @@ from rollart.control.supervisor import Supervisor
 from rollart.control.weight_sync import WeightSync
 from rollart.core.changed import Changed
 from rollart.core.clock import now
-from rollart.core.errors import TrainerLost
-from rollart.core.events import BatchTaken, CheckpointSaved, RunEnded, RunStarted, Settled, SlotsFreed, StepEnded
+from rollart.core.errors import RunError, TrainerLost
+from rollart.core.events import (
+    BatchTaken,
+    CheckpointSaved,
+    Noted,
+    RunEnded,
+    RunStarted,
+    Settled,
+    SlotsFreed,
+    StepEnded,
+)
 from rollart.core.ports import Journal, TaskSource, Trainer
 from rollart.core.ranges import above, at_least
 from rollart.core.types import Fate, Group, Restored, StepReport, Version
@@ -54,15 +64,17 @@ class Checkpoints(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class PipelineSettings:
     """steps: optimizer steps in all. checkpoint_every, eval_every: steps (0: at the end only; evaluation is also done
-    before the first step). step_seconds: deadline of one optimizer step, and of one checkpoint."""
+    before the first step). step_seconds: deadline of one optimizer step, and of one checkpoint. max_empty_batches: so
+    many batches in a row with nothing to train on end the run."""
 
     steps: int = 100
     checkpoint_every: int = 10
     eval_every: int = 0
     step_seconds: float = 3600.0
+    max_empty_batches: int = 10
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "steps")
+        at_least(self, 1, "steps", "max_empty_batches")
         at_least(self, 0, "checkpoint_every", "eval_every")
         above(self, 0, "step_seconds")
 
@@ -80,6 +92,8 @@ class Pipeline:
         self._syncing: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[object] | None = None
         self._stop = False
+        self._empty = 0  # batches in a row
+        self._diverged = False  # the last step could make no update: its weights may be no good
         self._saving: asyncio.Task[None] | None = None
         self._saved: Version | None = None
 
@@ -163,7 +177,26 @@ class Pipeline:
             self.journal.emit(Settled(tuple(ids), Fate.FILTERED, reason, version))
         if trained:
             self.journal.emit(Settled(trained, Fate.TRAINED, "", version))
+        self._look_at(made, report)
         return report
+
+    def _look_at(self, made: MadeBatch, report: StepReport) -> None:
+        """Tell of a step that changed nothing. Raises RunError when too many in a row had nothing to train on."""
+        version = made.batch.version + 1
+        self._diverged = bool(report.metrics.get("skipped")) and not report.metrics.get("updates")
+        if skipped := report.metrics.get("skipped"):
+            self.journal.emit(Noted(version, f"step {version}: {skipped:.0f} updates were left out, as their loss or "
+                                    "gradient was not finite; lower learner.learning_rate"))
+        self._empty = 0 if made.batch.samples else self._empty + 1
+        if not self._empty:
+            return
+        reasons = Counter(reason for _, reason in made.filtered).most_common(3)
+        told = f"nothing to train on ({', '.join(f'{n} trajectories: {reason}' for reason, n in reasons)})"
+        if self._empty == 1:
+            self.journal.emit(Noted(version, f"step {version} had {told}; it changes no weight"))
+        if self._empty >= self.settings.max_empty_batches:
+            raise RunError(f"{self._empty} batches in a row had {told}: look at the rewards, the filter and the limits "
+                           f"in tokens and turns, or raise pipeline.max_empty_batches = {self._empty}")
 
     def _advance(self, groups: Sequence[Group], report: StepReport) -> None:
         """The trainer stands at the next version."""
@@ -207,9 +240,10 @@ class Pipeline:
             self._syncing = None
 
     async def _checkpoint(self, nursery: asyncio.TaskGroup, *, now_due: bool = False) -> None:
-        """Begin one if it is due, after the one before; it is of this version, whatever is trained meanwhile."""
+        """Begin one if it is due, after the one before; it is of this version, whatever is trained meanwhile. Weights
+        under which no update could be made take no older one's place while the run goes on."""
         version, every = self.buffer.version, self.settings.checkpoint_every
-        due = now_due or version == self.settings.steps or (every and version % every == 0)
+        due = now_due or version == self.settings.steps or (every and version % every == 0 and not self._diverged)
         if self.checkpoints and due and self._saved != version:
             await self._join_checkpoint()
             self._saved = version

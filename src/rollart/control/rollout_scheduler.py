@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,17 +48,21 @@ class InFlight:
 
 
 class RolloutScheduler:
-    """Opens groups while there are slots."""
+    """Opens groups while there are slots. `unusable`: why no step could train a complete group, or ''; such a group has
+    failed."""
 
-    def __init__(self, services: Services, buffer: SampleBuffer, tasks: TaskSource, changed: Changed) -> None:
+    def __init__(self, services: Services, buffer: SampleBuffer, tasks: TaskSource, changed: Changed,
+                 unusable: Callable[[Group], str] = lambda group: "") -> None:
         self._s, self._buffer, self._tasks, self._changed = services, buffer, tasks, changed
+        self._unusable = unusable
         self._settings = services.settings
         self.groups: dict[int, GroupRun] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._restored: deque[Unfinished] = deque()
         self._next = 0
-        self._failed_in_a_row = 0
         self._failures: dict[str, int] = {}  # failed groups of tasks that are not quarantined yet
+        self._failing: dict[str, float] = {}  # tasks that failed since a group was completed; seconds that each lasted
+        self._failing_since = 0.0
         self._last_failure = ""
         self._dispatched = 0
         self._left = 0  # finished members of groups that an interrupted run leaves for its resume
@@ -173,9 +177,11 @@ class RolloutScheduler:
     def _complete(self, group: GroupRun) -> None:
         members = tuple(sorted(group.good, key=lambda member: member.id))  # who was first is chance
         finished = Group(group.id, group.task, group.born, members)
-        if self._buffer.put(finished):
+        if reason := self._unusable(finished):
+            group.end_fate, group.end_reason = Fate.FAILED, reason
+        elif self._buffer.put(finished):
             group.kept = True
-            self._failed_in_a_row = 0
+            self._failing.clear()
             self._failures.pop(group.task.id, None)
             self._s.journal.emit(GroupReady(finished))
             self._changed.notify()
@@ -205,7 +211,9 @@ class RolloutScheduler:
 
     def _fails_again(self, group: GroupRun) -> bool:
         """Count the failure; True if the task may come again, else its group's reason says that it is quarantined."""
-        self._failed_in_a_row += 1
+        if not self._failing:
+            self._failing_since = now()
+        self._failing[group.task.id] = now() - group.opened
         self._last_failure = group.end_reason
         failed = self._failures[group.task.id] = self._failures.get(group.task.id, 0) + 1
         if failed < self._settings.task_attempts:
@@ -215,8 +223,20 @@ class RolloutScheduler:
         return False
 
     def _check_failures(self) -> None:
-        if self._failed_in_a_row >= self._settings.max_failed_groups:
-            raise RunError(f"{self._failed_in_a_row} groups in a row were given up (rollout.max_failed_groups = "
+        """Whether nothing but failures is to be expected. A group that has outlived all failed ones may well be good
+        and slow: few broken tasks beside many such groups are no reason to end a run. Groups that were under way when
+        the first one failed are waited for until they have failed too, or outlived it."""
+        if len(self._failing) < self._settings.max_failed_groups:
+            return
+        longest = max(self._failing.values())
+        outliving = undecided = 0
+        for group in self.groups.values():
+            if now() - group.opened > longest:
+                outliving += 1
+            elif group.opened <= self._failing_since:
+                undecided += 1
+        if not undecided and len(self._failing) >= self._settings.max_failed_groups * (1 + outliving):
+            raise RunError(f"{len(self._failing)} tasks in a row failed (rollout.max_failed_groups = "
                            f"{self._settings.max_failed_groups}); the last one: {self._last_failure}")
 
     def drop(self, ids: Sequence[int], fate: Fate, reason: str) -> None:

@@ -101,7 +101,9 @@ class RolloutSettings:
     group_size, cancelled when the group is full. spare_groups: groups in flight beyond the bound's slots.
     max_replacements: failed members replaced per group. min_members: a group whose replacements are used up still
     counts with this many members (0: group_size). task_attempts: a task whose group failed comes again until so many of
-    its groups have; then it is quarantined. max_failed_groups: so many given-up groups in a row end the run.
+    its groups have; then it is quarantined. max_failed_groups: the run ends when so many different
+    tasks have failed since a group was last completed, and as many again for each group that has been under way for
+    longer than any of those lasted.
     context_tokens: a trajectory that would grow beyond it ends as truncated (0: no limit here).
     stall_seconds: the longest that a loop of the control plane waits for another before the run ends with an error.
     """

@@ -151,6 +151,14 @@ class StepEnded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Noted(Event):
+    """Something that a person should know now, in words: the run goes on, but not as it should."""
+
+    version: Version
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class PublishStarted(Event):
     version: Version
 

@@ -76,7 +76,8 @@ class EnvironmentPool(Protocol):
 
 
 class Renderer(Protocol):
-    """Chat messages to tokens, in pieces, so that the context only ever grows (T1)."""
+    """Chat messages to tokens, in pieces, so that the context only ever grows (T1). Raises ConfigError or ValueError
+    for what it cannot say; that costs the trajectory, not the run."""
 
     @property
     def stop(self) -> tuple[int, ...]:

@@ -182,11 +182,12 @@ def make_domain(name: str, settings: Mapping[str, Any] | None = None) -> Domain:
         expected = type(fields[key].default if made is dataclasses.MISSING else made())
         if type(value) is not expected and not (expected is float and type(value) is int):
             raise ConfigError(f"domain {name}: {key} must be {expected.__name__}; got {value!r}")
+    domain = kind.__new__(kind)
+    domain.name = name  # type: ignore[misc]  # tasks and errors carry the name that the recipe uses
     try:
-        domain = kind(kind.Settings(**values))
+        domain.__init__(kind.Settings(**values))  # type: ignore[misc]
     except ValueError as error:
         raise ConfigError(f"domain {name}: {error}") from None
-    domain.name = name  # type: ignore[misc]  # tasks carry the name that the recipe uses, also of `module:Class`
     return domain
 
 

@@ -8,8 +8,8 @@ parted at their middle. Whoever guesses the middle never runs out of guesses; wh
     user t-e        assistant tuvwxy z abcde guess z
     user a-e        assistant ab c de guess c
 
-Five guesses find the secret among up to 31 letters when each halves what is left; five blind ones find it among 24 to 26
-in a fifth of the games.
+Five guesses find the secret among up to 31 letters when each halves what is left; five blind ones find it among 24 to
+26 in a fifth of the games.
 """
 
 from __future__ import annotations

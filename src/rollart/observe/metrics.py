@@ -9,6 +9,7 @@ journal's, so a simulated run reports simulated time. Waits for nothing.
      "rewards", "successes", "slots", "totals", "share", "weights", "stages", "failures"}
     {"kind": "evaluation", "number", "version", "wall_seconds", "seconds", "domains"}
     {"kind": "rewards", "version", "wall_seconds", "figures"}     whenever they have changed, at most twice a second
+    {"kind": "note", "version", "wall_seconds", "text"}           a step that changed nothing, and why
     {"kind": "end", "version", "reason", "wall_seconds", "idle_seconds"}
 """
 
@@ -71,6 +72,8 @@ class Metrics:
                             domains=domains)
             case ev.RewardsSampled(figures=figures):
                 self._write(kind="rewards", version=self._version, figures=dict(figures))
+            case ev.Noted():
+                self._write(kind="note", version=event.version, text=event.text)
             case ev.RunEnded():
                 self._write(kind="end", version=event.version, reason=event.reason, idle_seconds=round(self._idle, 3))
 

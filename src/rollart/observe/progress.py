@@ -104,6 +104,8 @@ class ProgressView:
                 if not self._live:
                     self._say(f"held out at version {version}: "
                               + ", ".join(f"{r.domain} {with_interval(r)}" for r in results))
+            case ev.Noted(text=text):
+                self.note(text)
             case ev.StepEnded():
                 self._stepped(event)
 

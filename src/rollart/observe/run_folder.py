@@ -28,6 +28,7 @@ from typing import Any
 
 from rollart.core.errors import ConfigError
 from rollart.core.types import Version
+from rollart.observe.ledger_view import LedgerView
 
 LOCK_SECONDS = 0.5
 """A reader that asks whether the run is alive holds the lock for an instant; a writer waits this long."""
@@ -103,8 +104,16 @@ class RunFolder:
             part.unlink(missing_ok=True)
         return config
 
+    def trajectories(self) -> int:
+        """How many its ledger knows. Call it when no ledger is open in this process."""
+        with LedgerView(self.database) as view:
+            return view.counts()["dispatched"]
+
     def discard(self) -> None:
-        """Take back a run that never began: what `create` and the ledger made is removed, nothing else."""
+        """Take back a run that never began: what `create` and the ledger made is removed, nothing else. One that has a
+        trajectory in its ledger stays."""
+        if self.trajectories():
+            return
         for path in (self.config, self.status, self.metrics, self.path / "lock", *self.path.glob("run.db*")):
             path.unlink(missing_ok=True)
         _remove(self.path / "model")

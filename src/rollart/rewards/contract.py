@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from rollart.core.foreign import encodable, read_json
 from rollart.core.types import Message, Outcome, Score, Trajectory
 
 VERSION = 1
 REASON_CHARACTERS = 1000
 """Longest reason of a score and message of an error; more is cut."""
+
+LARGEST = 1e30
+"""Size of a score or a part: sums and squares of such numbers can still be trained on."""
 
 PROBE_ACCEPTS = ("", "raised", "unscorable")
 """Kinds of answers to `probe_request` of a function that works: it may dislike an episode in which nothing happened."""
@@ -126,15 +129,17 @@ def from_json(plain: object) -> RewardRequest:
 
 
 def checked(score: object) -> Score:
-    """The score itself, its reason cut to its limit. Raises BadScore for what is none or is not finite."""
+    """The score itself, its reason cut to its limit. Raises BadScore for what is none, or beyond LARGEST."""
     if not isinstance(score, Score):
         raise BadScore(f"a reward function returns a Score; got {type(score).__name__} {score!r:.80}")
-    numbers = {"value": score.value, **score.parts}
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise BadScore(f"a score's {name} must be a finite number; got {number!r:.80}")
+    if not isinstance(score.parts, Mapping) or not all(isinstance(name, str) for name in score.parts):
+        raise BadScore(f"a score's parts must be numbers by name; got {score.parts!r:.80}")
+    for name, number in (("value", score.value), *score.parts.items()):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= LARGEST:
+            raise BadScore(f"a score's {name} must be a finite number; got {number!r:.80} (at most {LARGEST:g})")
     return replace(score, value=float(score.value), success=bool(score.success),
-                   reason=str(score.reason)[:REASON_CHARACTERS])
+                   parts={encodable(name): float(number) for name, number in score.parts.items()},
+                   reason=encodable(str(score.reason))[:REASON_CHARACTERS])
 
 
 def call(function: Callable[..., Any], requests: Sequence[RewardRequest]) -> list[Score]:
@@ -165,9 +170,9 @@ class Answer:
 def read_answers(body: bytes, count: int, *, batch: bool) -> list[Answer]:
     """The answers to `count` requests. Raises BadScore for what is not of this contract."""
     try:
-        plain = json.loads(body)
-    except ValueError:
-        raise BadScore(f"its answer is not JSON: {body[:80]!r}") from None
+        plain = read_json(body)
+    except ValueError as error:
+        raise BadScore(f"its answer is not JSON that can be read ({error}): {body[:80]!r}") from None
     answers = plain.get("answers") if batch and isinstance(plain, Mapping) else [plain]
     if not isinstance(answers, list) or len(answers) != count:
         raise BadScore(f"it was sent {count} requests and did not answer as many: {body[:80]!r}")
@@ -179,7 +184,7 @@ def _read_answer(plain: object) -> Answer:
         raise BadScore(f"its answer is not of version {VERSION} of the reward contract: {plain!r:.80}")
     timings, instance = plain.get("timings"), plain.get("instance")
     seconds = timings.get("seconds", 0.0) if isinstance(timings, Mapping) else 0.0
-    seconds = float(seconds) if isinstance(seconds, int | float) and math.isfinite(seconds) else 0.0
+    seconds = float(seconds) if isinstance(seconds, int | float) and abs(seconds) <= LARGEST else 0.0
     cold = bool(instance.get("cold")) if isinstance(instance, Mapping) else False
     error, score = plain.get("error"), plain.get("score")
     if isinstance(error, Mapping):

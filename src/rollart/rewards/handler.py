@@ -17,6 +17,7 @@ from time import perf_counter
 from typing import Any
 
 from rollart.core.errors import ConfigError
+from rollart.core.foreign import read_json
 from rollart.core.types import Score
 from rollart.rewards.contract import (
     REASON_CHARACTERS,
@@ -62,9 +63,9 @@ class Handler:
         if len(body) > MAX_BYTES:
             return self._one(_failure("bad_request", f"the request has {len(body)} bytes, above {MAX_BYTES}"), cold)
         try:
-            plain = json.loads(body)
+            plain = read_json(body)
         except ValueError as error:
-            return self._one(_failure("bad_request", f"the request is not JSON: {error}"), cold)
+            return self._one(_failure("bad_request", f"the request is not JSON that can be read: {error}"), cold)
         if isinstance(plain, Mapping) and isinstance(plain.get("requests"), list):
             answers = self._batch(plain["requests"])
             for answer in answers:
@@ -80,7 +81,7 @@ class Handler:
     def event(self, event: Any, context: Any = None) -> dict[str, Any]:
         """A cloud's event: an HTTP one (with `body`; Lambda function URLs, Function Compute) or the request itself."""
         if isinstance(event, bytes | str):
-            event = json.loads(event)
+            event = read_json(event)
         if "body" not in event:
             return json.loads(self.respond(json.dumps(event).encode())[1])  # type: ignore[no-any-return]
         body = event["body"] or ""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any
 
+from rollart.core.foreign import read_json
 from rollart.core.types import Score
 from rollart.rewards.contract import RewardRequest, Unavailable
 
@@ -120,7 +121,7 @@ class Judge:
             headers["Authorization"] = f"Bearer {os.environ[self.key_env]}"
         asked = urllib.request.Request(f"{self._address()}/chat/completions", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(asked, timeout=seconds) as answer:
-            plain = json.loads(answer.read(1_000_000))
+            plain = read_json(answer.read(1_000_000))
         return str(plain["choices"][0]["message"]["content"])
 
     def _address(self) -> str:

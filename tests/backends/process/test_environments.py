@@ -93,6 +93,11 @@ def test_one_hung_environment_of_16_does_not_slow_the_others_and_its_error_names
     ("says 'user', 5", "TypeError: step must give messages of .* with a text"),
     ("ends 'no'", "TypeError: step must give done .* as true or false .*'no'"),
     ("pays '1'", "TypeError: step must give .* a finite reward; .*'1'"),
+    ("pays 1e300", "TypeError: step must give .* a finite reward; .*1e.300"),
+    ("pays 10**400", "TypeError: step must give .* a finite reward; .*1000"),
+    ("facts 'count', __import__('numpy').int64(3)", "TypeError: Object of type int64 is not JSON serializable"),
+    ("facts 'score', float('nan')", "ValueError: Out of range float values are not JSON compliant"),
+    ("facts 'deep', __import__('json').loads('[' * 900 + ']' * 900)", "its answer cannot be read: it is nested more"),
     ("pays float('nan')", "TypeError: step must give .* a finite reward; .*nan"),
 ])
 def test_a_failing_environment_is_one_error_and_its_process_is_not_used_again(action, says):
@@ -118,6 +123,7 @@ def test_text_that_cannot_be_encoded_is_replaced():
     async def story(pool):
         environment = await pool.open(trouble_task())
         assert text(await environment.step(Action("says 'tool', 'a\\ud800b'"))) == "a?b"
+        assert (await environment.step(Action("facts 'why', 'a\\ud800b'"))).facts == {"why": "a?b"}
         await environment.close()
 
     run(story)

@@ -65,6 +65,8 @@ class _Episode(Episode):
                 return Observation(done=eval(rest))
             case "pays":
                 return Observation(reward=eval(rest))
+            case "facts":
+                return Observation(facts=dict([eval(rest)]))
             case "child":
                 return Observation((Message("user", str(subprocess.Popen(["sleep", "600"]).pid)),))
             case "random":

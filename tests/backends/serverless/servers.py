@@ -53,6 +53,8 @@ class Server:
             status, out = 200, b"<html>it works</html>"
         if word == "huge":
             out = b"x" * 3_000_000
+        if word == "deep":
+            out = b"[" * 100_000
         if word == "infinite":
             out = b'{"score": {"value": Infinity}}'
         writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(out)) + out)

@@ -71,7 +71,8 @@ def test_a_connection_dropped_after_the_work_is_asked_again_with_the_same_key_an
 
 
 @pytest.mark.parametrize(("mood", "says", "attempts"), [
-    ("garbage", "its answer is not JSON", 1), ("infinite", "must be a finite number; got inf", 1),
+    ("garbage", "its answer is not JSON", 1), ("deep", "nested more than 100 levels", 1),
+    ("infinite", "must be a finite number; got inf", 1),
     ("huge", "above reward.call.answer_mb = 1", 1), ("404", "HTTP 404: 'busy'", 1), ("500", "attempt 3: HTTP 500", 3),
     ("refuse", "attempt 3: it hung up before its answer was whole", 3)])
 def test_a_function_that_fails_for_good_is_an_error_that_says_why_and_never_zero(mood, says, attempts):

@@ -1,6 +1,7 @@
 """The embedded engine: exact log-probs (L9), versions (T5, T8, I5), aborts and losses, exact KV accounting."""
 
 import asyncio
+import math
 import random
 import time
 
@@ -381,6 +382,17 @@ def test_a_lost_engine_gives_partials_tells_its_watcher_and_starts_again():
         done = await engine.generate(request())
         assert list(done.logprobs) == pytest.approx(expected_logprobs(range(1, 12), done), abs=1e-4)
         assert engine.lost is None
+    running(test)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
+def test_weights_that_give_no_finite_logits_are_named_by_their_version(bad):
+    """1e38 is finite, and its products are not: a learner that diverged has such weights."""
+    async def test(engine, weights):
+        diverged = {name: torch.full_like(tensor, bad) for name, tensor in MODELS[0].state_dict().items()}
+        await engine.load_weights(weights.put(3, diverged))
+        with pytest.raises(EngineLost, match="e0 is lost: weights of version 3 give logits that are not finite"):
+            await engine.generate(request())
     running(test)
 
 

@@ -326,6 +326,18 @@ def test_a_checkpoint_that_is_not_whole_is_named(tmp_path):
     run(story())
 
 
+def test_no_checkpoint_is_made_of_weights_that_are_not_finite(tmp_path):
+    async def story():
+        trainer = TorchTrainer(model(), PLAIN, AlgoSettings(), MemoryWeights())
+        trainer._copy["model.norm.weight"][0] = math.inf
+        with pytest.raises(TrainerLost, match=r"weights of version 0 are not finite \(1 tensors, as model.norm.weight"):
+            await trainer.save(tmp_path)
+        assert not list(tmp_path.iterdir())
+        trainer.close()
+
+    run(story())
+
+
 def test_an_exported_folder_is_what_load_reads(tmp_path):
     from rollart.backends.torch.chat import ByteChat
     from rollart.backends.torch.checkpoint import load_model, save_model
@@ -391,8 +403,8 @@ def test_a_device_that_is_not_there_and_a_greedy_temperature_are_the_users_mista
                                                  *((name, "bfloat16") for name in ("grpo", "dr_grpo", "ppo"))])
 def test_a_bandit_is_learned_from_its_rewards_by_every_algorithm(name, precision):
     """Prompt x of 6, answer (3x + 1) mod 20 among 20 tokens: from about chance to nearly always, in real steps.
-    64 draws a prompt, one in each 64th of the distribution: an answer that the policy gives 1 time in 64 is found, so that
-    luck does not decide whether it is seen before the policy has grown sure of another."""
+    64 draws a prompt, one in each 64th of the distribution: an answer that the policy gives 1 time in 64 is found, so
+    that luck does not decide whether it is seen before the policy has grown sure of another."""
     chance = torch.Generator().manual_seed(0)
 
     def play(policy, version):

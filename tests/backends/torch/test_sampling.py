@@ -1,5 +1,6 @@
 """Sampling: log-probs of the sampled distribution (L9), filters, and one draw per row."""
 
+import math
 import random
 
 import pytest
@@ -68,3 +69,10 @@ def test_no_draw_finds_a_token_without_probability(uniform):
     assert tokens[0] in (1, 2)
     assert tokens[1] == 0
     assert torch.isfinite(logprobs).all()
+
+
+@pytest.mark.parametrize("row", [[math.nan, 0.0], [math.inf, 0.0], [-math.inf, -math.inf], [math.inf, -math.inf]])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0), Sampling(0.5, top_p=0.9)])
+def test_logits_that_are_no_distribution_are_refused_and_no_token_is_made_up(row, sampling):
+    with pytest.raises(FloatingPointError, match="logits that are not finite"):
+        draw([[0.0, 1.0], row], [sampling] * 2, [0.5, 0.5])

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -172,7 +173,7 @@ def test_torn_and_corrupted_files_are_refused_and_partial_ones_never_seen(settin
     assert reader.ask(manifest) == digest_of(1)
     with pytest.raises(ValueError, match="no carrier takes"):
         writer.put(2, {"a": torch.zeros(2, dtype=torch.complex64)})
-    assert [path.name for path in Path(manifest.location).parent.iterdir()] == ["v1-0"]
+    assert sorted(path.name for path in Path(manifest.location).parent.iterdir()) == [".made-by-rollart", "v1-0"]
 
 
 @only_file
@@ -191,7 +192,7 @@ def test_a_full_disk_is_an_error_of_the_learner_and_leaves_nothing(settings, wri
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(TrainerLost, match=r"cannot be written to .*: No space left"):
         writer.put(1, tensors(1))
-    assert not list(Path(settings.folder).glob("w*/*"))
+    assert not list(Path(settings.folder).glob("rollart-weights-*/v*"))
 
 
 @only_file
@@ -211,6 +212,47 @@ def test_what_a_killed_writer_left_is_removed_after_the_next_publish_and_not_bef
     living.close()
     following.close()
     assert not list(Path(settings.folder).iterdir())
+
+
+@only_file
+def test_nothing_is_removed_but_what_a_dead_writer_made(settings):
+    """Folders of other people and programs lie beside it, with any name; their locks are free."""
+    folder = Path(settings.folder)
+    others = [folder / name for name in ("w", "work", "wtrees1", "rollart-weights-notes", "rollart-weights-1")]
+    for other in others:
+        other.mkdir(parents=True)
+        (other / "thesis.txt").write_text("ten years")
+    child = Child("writer", settings)
+    left = Path(child.ask(1, 1).location).parent
+    child.kill()
+    writer = open_writer(settings)
+    writer.put(1, tensors(1))
+    writer.drop(replace(writer.put(2, tensors(2)), location=str(others[1] / "thesis")))
+    assert not left.exists()
+    assert [(other / "thesis.txt").read_text() for other in others] == ["ten years"] * 5
+    writer.close()
+    assert sorted(folder.iterdir()) == sorted(others)
+
+
+@only_file
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
+def test_each_user_has_a_folder_of_their_own_and_that_of_another_is_refused(settings):
+    base = Path(tempfile.mkdtemp())
+    base.chmod(0o777)
+    both = replace(settings, folder=f"{base}/shared-{{uid}}")
+    try:
+        for user in (64001, 64002):
+            os.seteuid(user)
+            writer = open_writer(both)
+            assert Path(writer.put(1, tensors(1)).location).parent.parent == base / f"shared-{user}"
+            writer.close()
+            os.seteuid(0)
+        os.seteuid(64001)
+        with pytest.raises(ConfigError, match="belongs to user 64002, who could exchange what is in it"):
+            open_writer(replace(settings, folder=f"{base}/shared-64002"))
+    finally:
+        os.seteuid(0)
+        shutil.rmtree(base)
 
 
 @pytest.mark.parametrize("settings", ["collective", "mooncake"], indirect=True)

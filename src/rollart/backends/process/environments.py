@@ -34,7 +34,7 @@ class ProcessSettings:
     message_mb: the largest answer of an environment (10^6 bytes).
     idle_processes: kept for the next opening (processes; about 3 MB each).
     preopen: environments of the next tasks opened while the present ones run (beyond max_processes; 0: none). For those
-    whose opening takes long: a group's, or a batch's, opens then cost no waiting.
+    whose opening takes long: a group's, or a batch's, opens then cost no waiting. Refused on a cluster.
     """
 
     max_processes: int = 0

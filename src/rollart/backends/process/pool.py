@@ -19,6 +19,7 @@ from typing import Any
 
 from rollart.backends.process import wire
 from rollart.backends.process.forkserver import COMMAND
+from rollart.core.foreign import read_json
 
 _END_SECONDS = 5.0  # for the fork server to end at close
 _REPORT_SECONDS = 1.0  # for the fork server to say how a worker ended
@@ -62,9 +63,9 @@ class Worker:
             await asyncio.wait([self.ended], timeout=_REPORT_SECONDS)
             raise WorkerFailed(f"its process {self.ended.result() if self.ended.done() else 'hung up'}") from None
         try:
-            ok, value = json.loads(body)
-        except ValueError:
-            raise WorkerFailed("its answer is not JSON") from None
+            ok, value = read_json(body)
+        except (ValueError, TypeError) as error:
+            raise WorkerFailed(f"its answer cannot be read: {error}") from None
         if not ok:
             raise CodeRaised(value)
         return value

@@ -7,7 +7,6 @@ ends the process: it is never used again. It waits for the next request, for as 
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import random
@@ -21,10 +20,11 @@ from typing import Any
 
 from rollart.backends.process import wire
 from rollart.core.clock import draw
+from rollart.core.foreign import encodable
 from rollart.core.types import ROLES, Action, Observation, Task
 from rollart.envs.domain import Domain, Episode
 from rollart.observe.payload import observation_dict
-from rollart.rewards.contract import RewardFunction, RewardRequest, call
+from rollart.rewards.contract import LARGEST, RewardFunction, RewardRequest, call
 
 
 def serve(connection: socket.socket, domains: Mapping[str, Domain],
@@ -60,10 +60,10 @@ def _checked(seen: Observation, call: str) -> dict[str, Any]:
         if message.role not in ROLES or not isinstance(message.content, str):
             raise TypeError(f"{call} must give messages of {', '.join(ROLES)} with a text; got {message!r:.120}")
     flags = type(seen.done) is type(seen.truncated) is bool
-    if not flags or not isinstance(seen.reward, int | float) or not math.isfinite(seen.reward):
+    if not flags or not isinstance(seen.reward, int | float) or not abs(seen.reward) <= LARGEST:
         raise TypeError(f"{call} must give done and truncated as true or false and a finite reward; got {seen.done!r}, "
                         f"{seen.truncated!r}, {seen.reward!r:.80}")
-    said = [[message.role, str(message.content).encode(errors="replace").decode()] for message in seen.messages]
+    said = [[message.role, encodable(str(message.content))] for message in seen.messages]
     return {**observation_dict(seen), "messages": said}
 
 

@@ -18,7 +18,7 @@ from rollart.core.errors import ConfigError
 from rollart.rewards.domains import REWARDS, reward_function
 
 TARGETS = ("cloud-run", "knative", "lambda", "function-compute")
-SERVING = ("__init__.py", "core/__init__.py", "core/errors.py", "core/tokens.py", "core/types.py",
+SERVING = ("__init__.py", "core/__init__.py", "core/errors.py", "core/foreign.py", "core/tokens.py", "core/types.py",
            "rewards/__init__.py", "rewards/contract.py", "rewards/domains.py", "rewards/handler.py",
            "rewards/judge.py", "rewards/mix.py", "rewards/server.py")
 """What serves a function: standard library only; a test imports them alone."""

@@ -7,7 +7,6 @@ Waits for the function, at most the seconds that the caller states.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 from rollart.backends.serverless.http import HttpClient, TooLong
 from rollart.core.errors import ConfigError
+from rollart.core.foreign import read_json
 from rollart.rewards.settings import CallSettings
 
 
@@ -142,7 +142,7 @@ def _lambda_status(payload: bytes) -> int:
     from rollart.rewards.handler import STATUS
 
     try:
-        plain = json.loads(payload)
+        plain = read_json(payload)
     except ValueError:
         return 200  # told apart where it is read
     error = plain.get("error") if isinstance(plain, dict) else None

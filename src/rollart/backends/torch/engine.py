@@ -242,6 +242,8 @@ class EmbeddedEngine:
             self._die("closed")
         except InvariantViolated as error:
             self._die(str(error), error)
+        except FloatingPointError as diverged:
+            self._die(f"weights of version {self.version} give {diverged}")
         except Exception as error:  # noqa: BLE001 - the thread's edge: whatever it was, each request must hear of it
             self._die(f"{type(error).__name__}: {error}")
 

@@ -30,7 +30,7 @@ from rollart.algo.settings import AlgoSettings
 from rollart.backends.torch.fsdp import OPTIMIZER, Alone
 from rollart.backends.torch.lora import add_adapter, base_checksum, load_adapter, save_adapter
 from rollart.backends.torch.settings import LearnerSettings, LoraSettings
-from rollart.backends.torch.step import StepWork, check
+from rollart.backends.torch.step import StepWork, check, check_finite
 from rollart.backends.torch.threads import choose_device, claim
 from rollart.backends.torch.transformer import Transformer
 from rollart.backends.weights import Writer
@@ -121,6 +121,7 @@ class TorchTrainer:
 
     def _save(self, folder: Path, version: Version) -> None:
         self._check_stop()
+        check_finite(self._copy, version)
         if self._export is not None:
             self._export(folder)
         elif self._lora is None:

@@ -38,7 +38,7 @@ from rollart.backends.torch.checkpoint import read_model
 from rollart.backends.torch.fsdp import Sharded
 from rollart.backends.torch.settings import LearnerSettings
 from rollart.backends.torch.shapes import ModelConfig
-from rollart.backends.torch.step import StepWork, check
+from rollart.backends.torch.step import StepWork, check, check_finite
 from rollart.backends.torch.threads import choose_device
 from rollart.backends.torch.transformer import Transformer
 from rollart.backends.weights import WeightsSettings, open_writer
@@ -151,6 +151,8 @@ class RankWorker:
     def save(self, folder: str) -> None:
         """Begin to write: the state is copied when this returns, and on disk when `saved` does."""
         self.saved()  # the one before
+        if self._rank == 0:
+            check_finite(self._copies[self._version], self._version)
         self._folder = Path(folder)
         self._saving = [self._ranks.write(self._work.tensors(self._version), self._folder)]
         if self._rank == 0:

@@ -44,7 +44,8 @@ class Rows:
 
 
 def sample(logits: Tensor, rows: Rows, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [B] int64 and their log-probs [B] float32 from logits [B, V] and uniforms [B] in [0, 1]."""
+    """Tokens [B] int64 and their log-probs [B] float32 from logits [B, V] and uniforms [B] in [0, 1]. Raises
+    FloatingPointError for logits that are no distribution: not finite, but for -inf."""
     logits = logits.float()
     if rows.temperature is not None:
         logits = logits / rows.temperature
@@ -53,6 +54,8 @@ def sample(logits: Tensor, rows: Rows, uniforms: Tensor) -> tuple[Tensor, Tensor
     probabilities = logits.softmax(-1)
     cumulative = probabilities.cumsum(-1)
     total = cumulative[:, -1:]
+    if not bool(total.isfinite().all()):
+        raise FloatingPointError("logits that are not finite")
     # Strictly below the total, so that the found token has a probability above 0 whatever the rounding.
     point = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, point, right=True)

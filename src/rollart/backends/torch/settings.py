@@ -87,9 +87,9 @@ class LearnerSettings:
     micro_batch_tokens: packed tokens per forward and backward pass; it changes memory and speed, never the result.
     minibatches: optimizer steps per batch. threads: CPU threads it computes with (0: its share of the
         cores).
-    precision: float32, bfloat16 (autocast; weights and log-probabilities stay float32), or auto: bfloat16 on a GPU whose
-        engines are vLLM's, float32 elsewhere, so that engine and learner compute alike. device: cpu, cuda, cuda:1, ...,
-        or auto: cuda if there is one.
+    precision: float32, bfloat16 (autocast; weights and log-probabilities stay float32), or auto: bfloat16 on a GPU
+        whose engines are vLLM's, float32 elsewhere, so that engine and learner compute alike. device: cpu, cuda,
+        cuda:1, ..., or auto: cuda if there is one.
     gradient_checkpointing: keep only each layer's input for the backward pass and compute the rest again: less memory,
         about a third more time.
     routing_replay: of a mixture of experts, train with the experts that the engine took where it recorded them.
@@ -171,7 +171,8 @@ class ChatSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartSettings:
-    """Imitation before reinforcement. Raises ValueError.
+    """Imitation before reinforcement, once for all that it depends on: the result is kept in the user's cache folder,
+    or in the one that the environment variable ROLLART_CACHE names. Raises ValueError.
 
     demonstrations: episodes per domain. error_rate: share of random actions in them. episodes, error_rates: the same
         for single domains by name, where they differ. passes: times that each demonstration is used.

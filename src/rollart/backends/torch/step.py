@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +111,13 @@ def check(settings: LearnerSettings, algo: AlgoSettings, temperature: float, *, 
                           f"{given} reference model: set both or neither")
     if algo.reference == "adapter_off" and not adapters:
         raise ConfigError("algorithm.reference = 'adapter_off' needs an adapter: set [lora], or reference = 'copy'")
+
+
+def check_finite(weights: Mapping[str, Tensor], version: Version) -> None:
+    """Before a checkpoint takes the place of an older one. Raises TrainerLost."""
+    if bad := [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]:
+        raise TrainerLost(f"weights of version {version} are not finite ({len(bad)} tensors, as {bad[0]}): no "
+                          "checkpoint is made of them, those before stay; lower learner.learning_rate")
 
 
 class StepWork:

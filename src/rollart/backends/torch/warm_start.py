@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -98,7 +99,7 @@ def _batches(lengths: Sequence[int], settings: WarmStartSettings) -> list[list[i
 def cached(folder: Path, key: Mapping[str, Any]) -> Path | None:
     """The folder that `store` made for `key`, if there is a whole one. `key`: JSON, all that the result depends on."""
     found = folder / _name(key)
-    return found if (found / MARKER).exists() else None
+    return found if os.path.exists(found / MARKER) else None  # False too where it may not be looked at
 
 
 def store(folder: Path, key: Mapping[str, Any], write: Callable[[Path], None]) -> Path:

@@ -23,6 +23,7 @@ from rollart.backends.vllm.handover import Handover
 from rollart.backends.vllm.settings import ServerSettings
 from rollart.backends.weights import Reader
 from rollart.core.errors import ConfigError, EngineLost
+from rollart.core.foreign import read_json
 from rollart.core.tokens import floats, ids
 from rollart.core.types import Completion, Finish, GenerateRequest, Version
 
@@ -129,7 +130,7 @@ class OpenAIEngine(BaseEngine):
             raise self._gone() from None
         try:
             if answer.status_code == 200:
-                return answer.json()
+                return read_json(answer.content)
         except ValueError:
             pass
         raise EngineLost(f"{method} {self._url}{path}: HTTP {answer.status_code}: {answer.text[:200]}")

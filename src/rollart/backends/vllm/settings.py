@@ -37,7 +37,7 @@ class VLLMSettings:
     threads: int = 0
     start_seconds: float = 600.0
     answer_seconds: float = 120.0
-    handover_folder: str = "/dev/shm/rollart"
+    handover_folder: str = "/dev/shm/rollart-{uid}"
 
     def __post_init__(self) -> None:
         literals(self)
@@ -58,7 +58,7 @@ class ServerSettings:
 
     model: str = ""
     key_env: str = ""
-    handover_folder: str = "/dev/shm/rollart"
+    handover_folder: str = "/dev/shm/rollart-{uid}"
     seconds: float = 600.0
     answer_seconds: float = 120.0
 

@@ -1,8 +1,9 @@
 """Carrier `file`: a safetensors file a version, in shared memory of one host or on a shared file system.
 
 Keeps true: a version's folder is complete or absent (renamed when whole); what a writer that died left behind is
-removed once another has published. Readers map the file, so engines of one host share its memory; a version that is
-dropped stays readable for who has it mapped. Waits for nothing but the file system.
+removed once another has published, and nothing else is: what a writer makes has a name and a marker of its own.
+Readers map the file, so engines of one host share its memory; a version that is dropped stays readable for who has it
+mapped. Waits for nothing but the file system.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from rollart.core.errors import ConfigError, EngineLost, TrainerLost
 from rollart.core.types import Manifest, Version
 
 FILE = "model.safetensors"
+PREFIX, MARKER = "rollart-weights-", ".made-by-rollart"
+"""Of a writer's folder: how its name begins, and the file in it without which nobody removes it."""
 
 
 @contextmanager
@@ -39,20 +42,26 @@ def _locked(folder: Path, how: int) -> Iterator[None]:
 
 
 class FileWriter:
-    """A folder `w...` of its own in `settings.folder`, locked for as long as its process lives."""
+    """A marked folder of its own in `settings.folder`, locked for as long as its process lives."""
 
     def __init__(self, settings: WeightsSettings) -> None:
-        self._folder, self._bucket_mb, self._reaped = Path(settings.folder), settings.bucket_mb, False
+        self._folder = Path(settings.folder.replace("{uid}", str(os.geteuid())))
+        self._bucket_mb, self._reaped = settings.bucket_mb, False
         self._held: dict[Version, Manifest] = {}
         self._number = itertools.count()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            owner = self._folder.stat().st_uid
+            if os.geteuid() and owner not in (0, os.geteuid()):
+                raise ConfigError(f"weights.folder = '{self._folder}' belongs to user {owner}, who could exchange what "
+                                  "is in it: name a folder of your own")
             with _locked(self._folder, fcntl.LOCK_EX):
-                self._own = Path(tempfile.mkdtemp(prefix="w", dir=self._folder))
+                self._own = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._folder))
                 self._lock = _locked(self._own, fcntl.LOCK_EX)
                 self._lock.__enter__()
+                (self._own / MARKER).write_text("Weights on their way. Removed when the run's process has ended.\n")
         except OSError as error:
-            raise ConfigError(f"weights.folder = '{settings.folder}' cannot be used ({error.strerror}): set another") \
+            raise ConfigError(f"weights.folder = '{self._folder}' cannot be used ({error.strerror}): set another") \
                 from None
 
     def put(self, version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
@@ -83,14 +92,15 @@ class FileWriter:
         """Remove the folders of writers that no longer live: nobody holds their lock."""
         self._reaped = True
         with _locked(self._folder, fcntl.LOCK_EX):
-            for other in self._folder.glob("w*"):
-                with suppress(OSError), _locked(other, fcntl.LOCK_EX | fcntl.LOCK_NB):  # else it lives
-                    shutil.rmtree(other, ignore_errors=True)
+            for marker in self._folder.glob(f"{PREFIX}*/{MARKER}"):
+                with suppress(OSError), _locked(marker.parent, fcntl.LOCK_EX | fcntl.LOCK_NB):  # else it lives
+                    shutil.rmtree(marker.parent, ignore_errors=True)
 
     def drop(self, manifest: Manifest) -> None:
         path = Path(manifest.location)
         self._held.pop(manifest.version, None)
-        if path.parent.parent == self._folder:  # also one that this learner published before it was restarted
+        # also one that this learner published before it was restarted
+        if path.parent.parent == self._folder and (path.parent / MARKER).exists():
             shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:

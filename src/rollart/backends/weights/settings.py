@@ -14,7 +14,8 @@ class WeightsSettings:
 
     carrier: memory (engines in the learner's process), file (one host: a folder in shared memory; or a shared file
         system), collective (broadcast over gloo or NCCL), mooncake (a Mooncake store).
-    folder: of `file`; every writer makes its own folder in it.
+    folder: of `file`; every writer makes its own folder in it. {uid} stands for the user's number; a folder that
+        belongs to another user is refused.
     address: host:port. collective: where the learner listens, as engines reach it (port 0: any free one). mooncake: the
         store's master.
     bucket_mb: megabytes (10^6 bytes) that are sent and checked at a time; with `mooncake` at most 64.
@@ -26,7 +27,7 @@ class WeightsSettings:
     """
 
     carrier: Literal["memory", "file", "collective", "mooncake"] = "memory"
-    folder: str = "/dev/shm/rollart"
+    folder: str = "/dev/shm/rollart-{uid}"
     address: str = "127.0.0.1:0"
     bucket_mb: int = 1000
     deadline_seconds: float = 60.0
@@ -47,4 +48,4 @@ class WeightsSettings:
             raise ValueError(f"carrier mooncake needs the address of its master, such as 10.0.0.1:50051; got "
                              f"{self.address!r}")
         if not self.folder:
-            raise ValueError("folder must name a folder, such as /dev/shm/rollart; got ''")
+            raise ValueError("folder must name a folder, such as /dev/shm/rollart-{uid}; got ''")
