@@ -321,6 +321,15 @@ def test_a_database_that_is_removed_or_replaced_under_the_run_is_told_at_the_nex
     assert [f.name for f in tmp_path.iterdir()] == (["run.db"] if replaced else [])
 
 
+def test_what_sqlite_says_of_a_database_that_is_gone_does_not_hide_that_it_is_gone(tmp_path):
+    ledger = Ledger(tmp_path / "run.db")
+    (tmp_path / "run.db").unlink()
+    ledger._db.execute("PRAGMA query_only = 1")  # SQLite's own refusal, of whatever kind
+    with pytest.raises(RunError, match="was removed or replaced under the run"):
+        emit_to(ledger)(ev.RunEnded(0, "finished"))
+    ledger.close()
+
+
 def test_a_closed_ledger_is_one_file_and_a_reader_adds_none(tmp_path):
     ledger = Ledger(tmp_path / "run.db")
     ready_group(emit_to(ledger), 0)

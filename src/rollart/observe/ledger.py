@@ -60,6 +60,7 @@ class Ledger:
         self.path, self._commit_seconds, self._clock = Path(path), commit_seconds, clock
         self._sweeper: threading.Thread | None = None
         self._failed: RunError | None = None
+        self._file: os.stat_result | None = None
         self._committed = self._swept = time.monotonic()
         with self._errors():
             self._db = sqlite3.connect(self.path, isolation_level=None, timeout=5.0)
@@ -319,7 +320,8 @@ class Ledger:
                 self._set_meta("durable_at", self._clock())
                 self._db.execute("COMMIT")
                 self._db.execute("PRAGMA synchronous=NORMAL")
-            self._in_place()
+            if self._gone():
+                raise self._refused()
             self._committed = time.monotonic()
             if self._committed - self._swept > SWEEP_SECONDS and not (self._sweeper and self._sweeper.is_alive()):
                 self._swept = self._committed
@@ -341,15 +343,21 @@ class Ledger:
         finally:
             self._db.close()
 
-    def _in_place(self) -> None:
+    def _gone(self) -> bool:
         try:
-            there = os.path.samestat(os.stat(self.path), self._file)
+            return self._file is not None and not os.path.samestat(os.stat(self.path), self._file)
         except OSError:
-            there = False
-        if not there:
+            return True
+
+    def _refused(self, why: sqlite3.DatabaseError | None = None) -> RunError:
+        """What every later write is refused with."""
+        if why is None or self._gone():  # then what SQLite says of it is beside the point
             self._failed = RunError(f"the ledger {self.path} was removed or replaced under the run: start anew, or "
                                     f"put the ledger back from a copy before --resume {self.path.parent}")
-            raise self._failed
+        else:
+            self._failed = RunError(f"the ledger {self.path} cannot be used ({why}): see that its disk has room and "
+                                    f"can be written, then continue with --resume {self.path.parent}")
+        return self._failed
 
     def _do(self, statement: str, *values: Any) -> None:
         self._many(statement, [values])
@@ -376,12 +384,11 @@ class Ledger:
         except sqlite3.IntegrityError as error:
             raise InvariantViolated(f"I2: the ledger has this already: {error}") from error
         except sqlite3.DatabaseError as error:
-            self._failed = RunError(f"the ledger {self.path} cannot be used ({error}): see that its disk has room and "
-                                    f"can be written, then continue with --resume {self.path.parent}")
+            failed = self._refused(error)
             if self._db.in_transaction:
                 with suppress(sqlite3.DatabaseError):
                     self._db.execute("ROLLBACK")
-            raise self._failed from error
+            raise failed from error
 
 
 def _sweep(path: Path) -> None:
