@@ -8,9 +8,13 @@ import signal
 import time
 
 import pytest
+
+pytest.importorskip("ray", reason="needs rollart[ray]: make test-cluster")
+
 import ray
 
 from rollart.backends.ray.cluster import RayCluster
+from rollart.backends.ray.environments import RemoteEnvironments
 from rollart.backends.ray.host import Shared
 from rollart.backends.ray.remote import Remote
 from rollart.backends.ray.settings import ClusterSettings
@@ -103,6 +107,24 @@ def test_a_silent_actor_is_lost_and_one_that_cannot_start_says_why(joined):
         with pytest.raises(NoCapacity, match="found no room"):
             await joined.reserve([{"H800": 99.0}], "a giant")
     asyncio.run(play())
+
+
+def test_a_node_that_left_before_its_environments_were_up_is_left_out_and_one_that_is_there_is_told(joined):
+    """The first look at the cluster may still have a node that has just died."""
+    here, gone = next(node.id for node in joined.nodes() if node.pool == "CPU"), "e" * 56
+
+    async def play(*looks):
+        seen = iter(looks)
+        pool = RemoteEnvironments(lambda: next(seen, looks[-1]), lambda node: echo(lambda: joined.on_node(node)), 5.0)
+        try:
+            await pool.start()
+            return pool.stats().nodes
+        finally:
+            await pool.close()
+
+    assert asyncio.run(play([here, gone], [here])) == 1
+    with pytest.raises(NoCapacity, match="could not start"):
+        asyncio.run(play([here, gone]))
 
 
 def test_the_inventory_is_what_the_nodes_say(joined):
