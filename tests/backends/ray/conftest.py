@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-collect_ignore_glob = [] if find_spec("ray") else ["test_*.py"]  # extra `ray`
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 here = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 os.environ["PYTHONPATH"] = os.pathsep.join([*here, *sys.path[:1], os.environ.get("PYTHONPATH", "")])  # of the actors

@@ -9,6 +9,9 @@ import time
 from dataclasses import replace
 
 import pytest
+
+pytest.importorskip("ray", reason="needs rollart[ray]: make test-cluster")
+
 import ray
 
 from helpers import rollart, tiny_recipe

@@ -6,15 +6,24 @@ import asyncio
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
+
+pytest.importorskip("ray", reason="needs rollart[ray]: make test-cluster")
+
 import ray
+from ray.exceptions import ActorDiedError
 
 from rollart.backends.ray.cluster import RayCluster
+from rollart.backends.ray.environments import RemoteEnvironments
 from rollart.backends.ray.host import Shared
 from rollart.backends.ray.remote import Remote
 from rollart.backends.ray.settings import ClusterSettings
+from rollart.backends.serverless.serve import ServePlatform
+from rollart.backends.serverless.transport import Broken
 from rollart.core.errors import ConfigError, EngineLost, NoCapacity
+from rollart.rewards.settings import RewardSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -103,6 +112,47 @@ def test_a_silent_actor_is_lost_and_one_that_cannot_start_says_why(joined):
         with pytest.raises(NoCapacity, match="found no room"):
             await joined.reserve([{"H800": 99.0}], "a giant")
     asyncio.run(play())
+
+
+class DiesLate:
+    """A call whose actor dies in the moment in which it is given up."""
+
+    async def remote(self, *arguments):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise ActorDiedError from None
+
+
+def test_a_deadline_is_told_as_such_also_where_the_actor_dies_with_it():
+    async def play():
+        remote = echo(silent=0.05)
+        remote._actor = SimpleNamespace(poll=DiesLate())
+        await remote._poll()
+        assert remote.dead == "no sign of life for 0.05 s (cluster.silent_seconds)"
+        platform = ServePlatform({}, RewardSettings(), "test", [], 1.0)
+        platform._respond = DiesLate()
+        with pytest.raises(Broken, match=r"no answer within 0\.05 s"):
+            await platform.send(b"", "", 0.05)
+    asyncio.run(play())
+
+
+def test_a_node_that_left_before_its_environments_were_up_is_left_out_and_one_that_is_there_is_told(joined):
+    """The first look at the cluster may still have a node that has just died."""
+    here, gone = next(node.id for node in joined.nodes() if node.pool == "CPU"), "e" * 56
+
+    async def play(*looks):
+        seen = iter(looks)
+        pool = RemoteEnvironments(lambda: next(seen, looks[-1]), lambda node: echo(lambda: joined.on_node(node)), 5.0)
+        try:
+            await pool.start()
+            return pool.stats().nodes
+        finally:
+            await pool.close()
+
+    assert asyncio.run(play([here, gone], [here])) == 1
+    with pytest.raises(NoCapacity, match="could not start"):
+        asyncio.run(play([here, gone]))
 
 
 def test_the_inventory_is_what_the_nodes_say(joined):

@@ -11,6 +11,9 @@ import time
 from dataclasses import replace
 
 import pytest
+
+pytest.importorskip("ray", reason="needs rollart[ray]: make test-cluster")
+
 import ray
 from ray import serve
 from test_cluster_run import BOUND, CLUSTER, Watch, idle, play, recipe, refused

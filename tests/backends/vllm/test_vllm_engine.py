@@ -159,10 +159,9 @@ def test_prefix_cache_is_used_within_a_version_and_dropped_with_it(served, loop)
     assert list(after.tokens) == reference(folders[engine.version % 2], long, after.tokens)[0]
 
 
+@pytest.mark.parametrize("served", ["llama"], indirect=True)  # the same for every model
 def test_stop_length_context_and_bad_input(served, loop):
-    kind, engine, _ = served
-    if kind != "llama":
-        pytest.skip("the same for every model")
+    _, engine, _ = served
 
     async def several():
         greedy = await engine.generate(request())
@@ -189,10 +188,9 @@ def test_stop_length_context_and_bad_input(served, loop):
     assert again[0].tokens == again[1].tokens
 
 
+@pytest.mark.parametrize("served", ["tied"], indirect=True)  # the same for every model
 def test_cancel_aborts_and_weights_that_do_not_fit_change_nothing(served, loop, folders):
-    kind, engine, own = served
-    if kind != "tied":
-        pytest.skip("the same for every model")
+    _, engine, own = served
 
     async def story():
         turn = asyncio.create_task(engine.generate(request(tokens=340, member=4)))
@@ -217,10 +215,9 @@ def test_cancel_aborts_and_weights_that_do_not_fit_change_nothing(served, loop, 
     assert before.segments == after.segments
 
 
+@pytest.mark.parametrize("served", ["llama"], indirect=True)  # the same for every model
 def test_a_killed_engine_gives_what_it_had_and_starts_again(served, loop):
-    kind, engine, folders = served
-    if kind != "llama":
-        pytest.skip("the same for every model")
+    _, engine, folders = served
     lost = []
     engine.on_lost(lost.append)
 

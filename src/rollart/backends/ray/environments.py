@@ -39,10 +39,10 @@ class RemoteEnvironments:
         self._opened = self._failed = 0
 
     async def start(self) -> None:
-        """Actors on all nodes. Raises NoCapacity, ConfigError unless each one is up."""
+        """Actors on all nodes that stay. Raises NoCapacity, ConfigError unless each one is up."""
         for node in await asyncio.to_thread(lambda: list(self._nodes())):
             self._hosts[node] = self._new(node)
-        await asyncio.gather(*[host.start() for host in self._hosts.values()])
+        await asyncio.gather(*[self._first(node, host) for node, host in self._hosts.items()])
         self._watching = asyncio.create_task(self._watch(), name="watch environment nodes")
 
     async def open(self, task: Task) -> RemoteEnvironment:
@@ -106,6 +106,13 @@ class RemoteEnvironments:
                 if (host is None or host.dead is not None) and node not in self._starting:
                     self._starting[node] = asyncio.create_task(self._start(node), name=f"environments on {node}")
             await asyncio.sleep(WATCH_SECONDS)
+
+    async def _first(self, node: str, host: Remote) -> None:
+        try:
+            await host.start()
+        except NoCapacity:
+            if node in await asyncio.to_thread(lambda: list(self._nodes())):
+                raise
 
     async def _start(self, node: str) -> None:
         try:

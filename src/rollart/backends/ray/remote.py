@@ -56,16 +56,17 @@ class Remote:
         await self.close()
         options = {"max_concurrency": 64, "max_restarts": 0, "num_cpus": 0, **self._options()}
         self._actor = ray.remote(Host).options(**options).remote(self._worker, self._role, self._spec)
+        limit = asyncio.timeout(self._start_seconds)
         try:
-            async with asyncio.timeout(self._start_seconds):
+            async with limit:
                 answer = await self._actor.start.remote()
-        except TimeoutError:
+        except (TimeoutError, RayError) as error:
             await self.close()
-            raise NoCapacity(f"{self.name} did not start within {self._start_seconds:g} s: no node has room for it, or "
-                             "its start hangs (cluster.start_seconds)") from None
-        except RayError as error:
-            await self.close()
-            raise NoCapacity(f"{self.name} could not start: {_line(error)}") from None
+            # Ray may tell a wait that is cancelled at its deadline as a dead actor.
+            raise NoCapacity(
+                f"{self.name} did not start within {self._start_seconds:g} s: no node has room for it, or its start "
+                "hangs (cluster.start_seconds)" if limit.expired() else
+                f"{self.name} could not start: {_line(error)}") from None
         except BaseException:
             await self.close()
             raise
@@ -137,15 +138,15 @@ class Remote:
         """Take answers until the actor is dead or silent."""
         try:
             while True:
-                async with asyncio.timeout(self._silent_seconds):
+                limit = asyncio.timeout(self._silent_seconds)
+                async with limit:
                     answers, self.stats = await self._actor.poll.remote()
                 self.polls += 1
                 for number, well, value in answers:
                     self._answer(number, well, value)
-        except TimeoutError:
-            reason = f"no sign of life for {self._silent_seconds:g} s (cluster.silent_seconds)"
-        except RayError as error:
-            reason = _line(error)
+        except (TimeoutError, RayError) as error:
+            reason = (f"no sign of life for {self._silent_seconds:g} s (cluster.silent_seconds)" if limit.expired() else
+                      _line(error))
         self._polling = None
         self._end(reason)
         for watcher in self._watchers:

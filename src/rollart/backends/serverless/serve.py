@@ -100,8 +100,9 @@ class ServePlatform:
 
     async def send(self, body: bytes, key: str, seconds: float) -> Reply:
         """One attempt. What is given up leaves the queue; inside a replica it goes on, and keeps its place there."""
+        limit = asyncio.timeout(seconds)
         try:
-            async with asyncio.timeout(seconds):
+            async with limit:
                 status, answer, busy = await self._respond.remote(body)
         except TimeoutError:
             raise Broken(f"no answer within {seconds:g} s") from None
@@ -110,6 +111,8 @@ class ServePlatform:
         except (RayError, RayServeException, asyncio.CancelledError) as error:
             if (task := asyncio.current_task()) and task.cancelling():
                 raise  # else it was Serve that cancelled the call
+            if limit.expired():  # the replica may end itself, or Serve the call, in the moment that we give it up
+                raise Broken(f"no answer within {seconds:g} s") from None
             self._stats["killed"] += isinstance(error, RayActorError)
             raise Broken(_line(error)) from None
         self._stats["busy_seconds"] += busy
