@@ -1,6 +1,6 @@
-"""Settings of every test: one thread a process; ROLLART_TEST_PRECISION=bfloat16 (or float32) runs them all with that
-learner.precision wherever a test does not choose one itself; in continuous integration (ROLLART_REQUIRE), a skip for want
-of what the suite is for is a failure."""
+"""Settings of every test: one thread a process. ROLLART_TEST_PRECISION=bfloat16 (or float32) runs them all with that
+learner.precision wherever a test does not choose one itself. In continuous integration (ROLLART_REQUIRE), a skip for
+want of what the suite is for is a failure."""
 
 import os
 

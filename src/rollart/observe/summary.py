@@ -47,9 +47,9 @@ def figures(lines: Sequence[Mapping[str, Any]], by_domain: Mapping[str, Mapping[
         later = bool(mine) and mine[-1]["version"] > mine[0]["version"]
         numbers = by_domain.get(name, {"dispatched": 0, "trained": 0})
         domains[name] = {"eval_before": mine[0]["success"] if mine else None,
-                         "eval_before_interval": mine[0]["interval"] if mine else None,
+                         "eval_before_interval": mine[0].get("interval") if mine else None,
                          "eval_after": mine[-1]["success"] if later else None,
-                         "eval_after_interval": mine[-1]["interval"] if later else None,
+                         "eval_after_interval": mine[-1].get("interval") if later else None,
                          **(change(mine[0], mine[-1]) if later else NO_CHANGE),
                          "eval_tasks": mine[-1]["tasks"] if mine else 0,
                          "dispatched": numbers["dispatched"], "trained": numbers["trained"]}
