@@ -35,14 +35,14 @@ def test_a_hung_scorer_is_killed_at_its_deadline_and_replaced():
     async def story(scorer):
         before = await scorer.score(trajectory(mood="good"))
         begin = time.monotonic()
-        with pytest.raises(ScorerFailed, match=r"domain troublesome:Trouble, attempt 2: no answer within 0.3 s"):
+        with pytest.raises(ScorerFailed, match=r"domain troublesome:Trouble, attempt 2: no answer within 1 s"):
             await scorer.score(trajectory(mood="hang"))
-        assert 0.6 <= time.monotonic() - begin < 3
+        assert 2.0 <= time.monotonic() - begin < 20
         after = await scorer.score(trajectory(mood="good"))
         assert after.success
         assert after.parts["pid"] != before.parts["pid"]
 
-    run(story, processes=1, retries=1, score_seconds=0.3)
+    run(story, processes=1, retries=1, score_seconds=1.0)
 
 
 @pytest.mark.parametrize("mood", ["hang", "crash"])
@@ -51,7 +51,7 @@ def test_a_retry_gives_the_score_of_the_call_that_worked(mood, tmp_path):
         await scorer.score(trajectory(mood="good"))
         return await scorer.score(trajectory(mood=mood, once=str(tmp_path / "tried")))
 
-    assert run(story, score_seconds=0.5).value == 0.5
+    assert run(story, score_seconds=2.0).value == 0.5
 
 
 @pytest.mark.parametrize(("mood", "says"), [("crash", "ended with code 3"), ("nan", "BadScore: a score's value must")])
