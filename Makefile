@@ -8,7 +8,8 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 QUICKSTART = runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup quickstart test test-cluster test-mooncake test-compare test-vllm test-envs \
+.PHONY: help setup quickstart test test-long test-core test-cluster test-mooncake test-compare test-envs test-vllm check bench \
+        swarm reproduce clean
   test-core check bench swarm reproduce clean
 
 help:  ## What there is
@@ -40,6 +41,9 @@ check: $(VENV)/.dev  ## Lint, types, layers
 
 test: check  ## All checks and tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-long: $(VENV)/.dev  ## Tests that take minutes: 320 looks at a run that is killed twenty times
+	$(BIN)/python -m pytest -m long tests $(PYTEST_ARGS)
 
 $(VENV)/.core: $(VENV)/bin/python pyproject.toml
 	$(PIP) -e '.[envs]' pytest-timeout hypothesis

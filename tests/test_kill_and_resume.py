@@ -19,7 +19,7 @@ import pytest
 from helpers import command, environment, rollart, tiny_recipe
 from rollart.observe.run_folder import RunFolder
 
-KILLS = 20
+KILLS = 6  # the long test below has twenty
 STEPS = 60
 PER_STEP = 8
 
@@ -49,7 +49,7 @@ def start_and_kill(arguments: list[object], run: Path, chance: random.Random) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_after_each_of_twenty_kills_the_ledger_holds_and_the_end_is_exact(tmp_path):
+def test_after_each_kill_the_ledger_holds_and_the_end_is_exact(tmp_path):
     chance = random.Random(7)
     run = tmp_path / "run"
     recipe = tiny_recipe(tmp_path, steps=STEPS, extra="\n[environments]\nidle_processes = 16\n")
@@ -129,7 +129,7 @@ def looks(run: Path, page: str, copy: Path) -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("kills", "each"), [(3, 6), pytest.param(20, 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "each"), [(3, 6), pytest.param(20, 10, marks=pytest.mark.long)])
 def test_looks_at_a_run_change_nothing_of_it_alive_or_killed(tmp_path, kills, each):
     """`each` looks in a life, and one of every sort between a kill and its resume; then the ledger is exact."""
     run, seen, lives = tmp_path / "run", 0, 0
