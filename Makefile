@@ -8,9 +8,8 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 QUICKSTART = runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup quickstart test test-long test-core test-cluster test-mooncake test-compare test-envs test-vllm check bench \
-        swarm reproduce clean
-  test-core check bench swarm reproduce clean
+.PHONY: help setup quickstart test test-long test-core test-cluster test-mooncake test-compare test-envs test-vllm \
+  check bench swarm reproduce clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
