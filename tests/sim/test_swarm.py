@@ -19,13 +19,14 @@ SEEDS = 500
 MUTANT_SEEDS = 60
 
 
-def test_500_random_worlds_hold_every_invariant():
-    results = [attempt(seed) for seed in range(SEEDS)]
+@pytest.mark.parametrize("seeds", [100, pytest.param(SEEDS, marks=pytest.mark.long)])
+def test_random_worlds_hold_every_invariant(seeds):
+    results = [attempt(seed) for seed in range(seeds)]
     assert not [result for result in results if isinstance(result, str)][:3]
     ended = Counter(result.ended.partition(":")[0] for result in results)
-    assert ended["finished"] > 0.9 * SEEDS, ended
+    assert ended["finished"] > 0.9 * seeds, ended
     counts = sum((Counter(result.counts) for result in results), Counter())
-    assert min(counts[fate] for fate in ("trained", "filtered", "stale", "failed", "cancelled")) > 50
+    assert min(counts[fate] for fate in ("trained", "filtered", "stale", "failed", "cancelled")) > seeds / 10
 
 
 def test_the_worlds_cover_every_schedule_policy_and_kind_of_fault():
