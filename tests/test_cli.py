@@ -375,8 +375,7 @@ def test_a_full_disk_ends_the_run_with_one_clear_line_that_says_how_to_go_on(tmp
 def test_scripted_and_random_players_play_in_the_terminal():
     solved = rollart("envs", "play", "calculator", "--who", "script")
     assert solved.returncode == 0
-    assert solved.stdout.strip().endswith("solved")
-    assert "not solved" not in solved.stdout
+    assert solved.stdout.splitlines()[-1].startswith("solved in ")
     listed = rollart("envs", "list")
     assert all(name in listed.stdout for name in ("frozen_lake", "guess", "calculator"))
     refused(rollart("envs", "play", "gess"), "guess")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
@@ -35,8 +36,9 @@ def fail(message: str, code: int) -> None:
 
 
 def how_to_resume(run: Path) -> str:
-    """The command, as it can be pasted into a shell."""
-    return f"rollart train --resume {shlex.quote(str(run))}"
+    """The command, as it can be pasted into a shell: also into one that has not this environment's bin on its path."""
+    typed = sys.argv[0] if Path(sys.argv[0]).name == "rollart" and not shutil.which("rollart") else "rollart"
+    return f"{shlex.quote(typed)} train --resume {shlex.quote(str(run))}"
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.padding import Padding
 from rich.text import Text
 
 from rollart.cli_base import clear_errors, console
@@ -32,9 +33,9 @@ def envs_list() -> None:
             continue
         about = (kind if name in ADAPTERS else sys.modules[kind.__module__]).__doc__ or ""
         console.print(Text.assemble((name, "bold"), f": {about.strip().splitlines()[0]}"), soft_wrap=True)
-        for f in dataclasses.fields(kind.Settings):
-            usual = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-            console.print(f"    {f.name} = {usual!r}", soft_wrap=True)
+        usual = {f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+                 for f in dataclasses.fields(kind.Settings)}
+        console.print(Padding(", ".join(f"{key} = {value!r}" for key, value in usual.items()), (0, 0, 0, 4)))
 
 
 @envs_app.command("play")
@@ -56,10 +57,8 @@ def envs_play(
 
         table: dict[str, Any] = {}
         override(table, sets or [])
-        solved = play(make_domain(name, table), index, split=split, who=who, seed=seed,  # type: ignore[arg-type]
-                      error_rate=error_rate, write=lambda text: console.print(
-                          text, soft_wrap=True))
-    console.print("solved" if solved else "not solved")
+        play(make_domain(name, table), index, split=split, who=who, seed=seed,  # type: ignore[arg-type]
+             error_rate=error_rate, write=lambda text: console.print(text, soft_wrap=True))
 
 
 @envs_app.command()

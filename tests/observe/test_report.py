@@ -93,6 +93,7 @@ def test_samples_are_the_same_task_before_and_after_and_begin_with_what_was_lear
 
 def test_a_run_that_has_just_begun_and_one_that_was_killed_have_a_report(tmp_path):
     folder = RunFolder(tmp_path / "begun").create({"seed": 1})
+    assert printed(folder.path).splitlines()[1:] == ["no step has ended yet"]
     assert "No step has ended yet" in checked(folder.path)
     ledger = Ledger(folder.database)
     assert "No step has ended yet" in checked(folder.path)

@@ -3,11 +3,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from rollart.core.errors import ConfigError
+from rollart.observe.ledger import Ledger
 from rollart.observe.run_folder import RunFolder, atomic_write, read_object
 
 
@@ -22,6 +24,15 @@ def test_a_folder_with_a_run_is_refused_and_resume_is_named(tmp_path):
 def test_resume_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
         RunFolder(tmp_path).resume()
+
+
+def test_a_folder_without_a_run_is_told_with_the_newest_run_in_it_or_beside_it(tmp_path):
+    for age, name in ((20, "old"), (10, "new")):
+        Ledger(RunFolder(tmp_path / name).create({}).database).close()
+        os.utime(tmp_path / name / "run.db", (time.time() - age,) * 2)
+    for path in (tmp_path, tmp_path / "nwe"):
+        with pytest.raises(ConfigError, match=f"such as {tmp_path / 'new'}, or start"):
+            RunFolder(path).read_config()
 
 
 def test_a_second_process_is_refused_by_pid_until_the_first_is_killed(tmp_path):

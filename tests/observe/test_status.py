@@ -63,7 +63,10 @@ def test_a_live_run_shows_ledger_success_waits_and_oldest_in_flight(tmp_path):
 
 
 def test_it_shows_a_run_without_any_step(tmp_path):
-    RunFolder(tmp_path / "run").create({}).close()
+    folder = RunFolder(tmp_path / "run").create({})
+    assert "being prepared" in shown(folder.path)
+    folder.close()
+    assert "being prepared" not in shown(folder.path)
     assert "no step has ended yet" in shown(tmp_path / "run")
     assert "no run here" in shown(tmp_path / "none")
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import subprocess
+from pathlib import Path
 
 import pytest
 from rich.table import Table
 
 from helpers import command, environment, rollart
+from rollart.cli_base import how_to_resume
+from rollart.config.recipe import load_recipe
+from rollart.core.errors import ConfigError
 from rollart.terminal import Outlet, Terminal, harmless
 
 HOSTILE = "\x1b]0;title\x07 \x1b[2J \x1b]52;c;Zm9v\x07 [red]x[/] \r \x9b1m \u202e \ud800"
@@ -88,8 +92,27 @@ def test_a_typo_in_a_files_name_is_told_with_the_nearest(tmp_path):
                              f"'{tmp_path}/short.toml'?\n")
 
 
+def test_a_recipes_name_without_its_folder_and_ending_is_enough_for_the_nearest(tmp_path, monkeypatch):
+    (tmp_path / "recipes").mkdir()
+    for name in ("recipes/quickstart.toml", "recipes/cluster.toml", "pyproject.toml"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"did you mean 'recipes/quickstart.toml'"):
+        load_recipe(Path("quickstart"))
+    with pytest.raises(ConfigError, match=r"there are recipes/cluster.toml, recipes/quickstart.toml$"):
+        load_recipe(Path("pyprojects.toml"))
+
+
 def test_an_error_line_is_harmless():
     result = rollart("train", "\x1b]0;x\x07.toml")
     assert result.returncode == 2
     assert "\u241b]0;x.toml does not exist" in result.stderr
     assert "\x1b" not in result.stderr
+
+
+def test_the_command_that_goes_on_runs_in_the_shell_where_this_one_was_typed(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", [".venv/bin/rollart", "train"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert how_to_resume(Path("runs/a b")) == ".venv/bin/rollart train --resume 'runs/a b'"
+    (tmp_path / "rollart").touch(0o755)
+    assert how_to_resume(Path("runs/a")) == "rollart train --resume runs/a"

@@ -7,6 +7,7 @@ Keeps true: every key that is accepted sets something; an unknown one is refused
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 import re
@@ -30,14 +31,23 @@ def read_toml(path: Path, assignments: Iterable[str] = ()) -> dict[str, Any]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        beside = [str(file) for file in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        raise ConfigError(f"recipe {path} does not exist{nearest(str(path), beside) if beside else ''}") from None
+        raise ConfigError(f"recipe {path} does not exist{_nearest_recipe(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
     override(tables, assignments)
     return tables
+
+
+def _nearest_recipe(path: Path) -> str:
+    """Of those beside it and in recipes/, by name without its ending; where none is near: all of them."""
+    found = {file.stem: str(file) for folder in (Path("recipes"), path.parent) if folder.is_dir()
+             for file in folder.glob("*.toml") if file.name != "pyproject.toml"}
+    match = difflib.get_close_matches(path.stem, found, n=1)
+    if match:
+        return f": did you mean {found[match[0]]!r}?"
+    return f": there are {', '.join(sorted(found.values()))}" if found else ""
 
 
 def override(tables: dict[str, Any], assignments: Iterable[str]) -> None:

@@ -18,6 +18,8 @@ def play(domain: Domain, index: int, *, split: Split = "train", who: Who = "pers
     task = domain.task(index, split)
     player = _player(who, domain, task, seed, error_rate, read)
     write(f"{task.id}: at most {task.max_turns} actions")
+    if who == "person":
+        write("An action that is not understood is answered with ? and counts. Ctrl-D gives up.")
     if who == "person" and not domain.settings.instructions:
         write(domain.rules)
     episode = domain.open(task)

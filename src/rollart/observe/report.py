@@ -372,7 +372,10 @@ def render_report(run_path: str | Path) -> RenderableType:
                  f"{'?' if bound is None else bound}); trainer idle {s['trainer_idle_fraction']:.0%}; "
                  f"{_share(s['tokens']['wasted'], s['tokens']['generated']):.1%} of tokens wasted; "
                  f"generation stood still for new weights {s['weights']['exposed_fraction']:.1%} of the time")
-    parts: list[RenderableType] = [Text.assemble((f"{folder.path}  ", "bold"), run_state(run_path)), table, facts]
+    if not s["steps"]:
+        facts = Text("no step has ended yet", "dim")
+    parts: list[RenderableType] = [Text.assemble((f"{folder.path}  ", "bold"), run_state(run_path)),
+                                   *([table] if s["domains"] else []), facts]
     if by_domain:
         parts.append(ledger_table(by_domain, s["ledger"]))
     if folder.report.exists():

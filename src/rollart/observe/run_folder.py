@@ -133,8 +133,9 @@ class RunFolder:
         try:
             config = read_object(self.config)
         except (FileNotFoundError, NotADirectoryError):
-            raise ConfigError(f"{self.path} holds no run (it has no config.json): "
-                              "name the folder that --run was given, or start one with --run") from None
+            raise ConfigError(f"{self.path} holds no run (it has no config.json): name the folder that --run was given"
+                              f"{_newest_run(self.path, self.path.parent, Path('runs'))}, or start one with --run"
+                              ) from None
         if "architectures" in config:
             raise ConfigError(f"{self.path} is a checkpoint, not a run: name the run's folder")
         return config
@@ -239,6 +240,15 @@ class RunFolder:
 
     def _whole(self) -> list[Version]:
         return sorted(version for version, folder in self._versions().items() if (folder / "complete").exists())
+
+
+def _newest_run(*folders: Path) -> str:
+    """`, such as runs/quickstart-1`: the run in `folders` that was written last."""
+    ages = {}
+    for ledger in {ledger for folder in folders for ledger in folder.glob("*/run.db")}:
+        with suppress(OSError):  # it has just gone
+            ages[ledger.parent] = ledger.stat().st_mtime
+    return f", such as {max(ages, key=ages.__getitem__)}" if ages else ""
 
 
 def _remove(folder: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,10 @@ from rich.text import Text
 from rollart.observe.ledger_view import LedgerView
 from rollart.observe.metrics import read_metrics
 from rollart.observe.run_folder import RunFolder, atomic_write, read_object
+
+NARROW: Any = {"title_justify": "left", "box": box.SIMPLE, "show_edge": False, "pad_edge": False,
+               "padding": (0, 1, 0, 0)}
+"""Of tables with so many columns that they only just fit 80 characters."""
 
 
 class StatusWriter:
@@ -64,8 +69,8 @@ def run_state(run_path: str | Path) -> str:
     if ended:
         return str(ended["reason"])
     if started is None:
-        return f"stopped before its first step; continue it with --resume {run_path}"
-    return f"killed (it did not end by itself); continue it with --resume {run_path}"
+        return f"stopped before its first step; continue it with: rollart train --resume {shlex.quote(str(run_path))}"
+    return f"killed (it did not end by itself); continue it with: rollart train --resume {shlex.quote(str(run_path))}"
 
 
 def read_status(run_path: str | Path) -> dict[str, Any]:
@@ -86,10 +91,14 @@ def render_status(run_path: str | Path) -> RenderableType:
         head.append(f"  {max(0.0, time.time() - status['at']):.0f} s ago", "dim")
     parts: list[RenderableType] = [head]
     with LedgerView(folder.database) as ledger:
+        if state.startswith("running") and not status:
+            parts.append(Text("it is being prepared; its own screen shows how far it is", "dim"))
         parts += _progress(read_metrics(folder.metrics), ledger.evaluations())
         if by_domain := ledger.by_domain():
             parts.append(ledger_table(by_domain, ledger.counts()))
     shown = {key: value for key, value in status.items() if key not in ("pid", "at") and value}
+    if "waits" in shown:
+        shown["waits"] = waits(status)
     if state.startswith("running"):
         parts += [_section(name, value) for name, value in shown.items()]
     elif oldest := shown.get("in_flight"):
@@ -115,6 +124,11 @@ def _progress(lines: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[
     return [Text(text), recent]
 
 
+def waits(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Who waits for what. The supervisor always waits for a loss and is left out."""
+    return [wait for wait in status.get("waits", ()) if wait["who"] != "supervisor"]
+
+
 def right(*names: str) -> list[Column]:
     """Columns of numbers."""
     return [Column(name, justify="right") for name in names]
@@ -122,8 +136,7 @@ def right(*names: str) -> list[Column]:
 
 def ledger_table(by_domain: Mapping[str, Mapping[str, int]], counts: Mapping[str, int]) -> Table:
     """Trajectories by domain and fate, with their sum."""
-    table = Table(title="trajectories", title_justify="left", show_footer=len(by_domain) > 1, box=box.SIMPLE,
-                  show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))  # eight columns that fit 80 characters
+    table = Table(title="trajectories", show_footer=len(by_domain) > 1, **NARROW)
     table.add_column("domain", footer="all")
     for name, n in counts.items():
         table.add_column(name.replace("_", " "), justify="right", footer=f"{n:,}")
@@ -135,16 +148,17 @@ def ledger_table(by_domain: Mapping[str, Mapping[str, int]], counts: Mapping[str
 def _section(name: str, value: Any) -> RenderableType:
     """Any part of a snapshot: mappings as one line, lists of mappings as a table, else as text."""
     if isinstance(value, Mapping):
-        return Text(f"{name}: " + ", ".join(f"{key} {_short(item)}" for key, item in value.items()))
+        return Text(f"{name}: " + ", ".join(f"{key} {_short(item)}" for key, item in value.items()).replace("_", " "))
     if isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(row, Mapping) for row in value):
         columns = list(dict.fromkeys(key for row in value for key in row))
-        table = Table(*(column.replace("_", " ") for column in columns), title=name.replace("_", " "),
-                      title_justify="left")
-        for row in value[:20]:
+        table = Table(*(column.replace("_", " ") for column in columns), **NARROW)
+        for row in value[:5 if name == "in_flight" else 20]:
             table.add_row(*(Text(_short(row.get(column, ""))) for column in columns))
-        return table
+        return Group(Text(name.replace("_", " "), "italic"), table)  # a title would wrap where the table is narrow
     return Text(f"{name}: {_short(value)}")
 
 
 def _short(value: Any) -> str:
+    if value is None:
+        return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -17,7 +17,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from rollart.observe.status import read_status, render_status, run_state
+from rollart.observe.status import read_status, render_status, run_state, waits
 from rollart.terminal import Terminal
 
 
@@ -58,11 +58,10 @@ def glance(run: Path) -> str:
 
 
 def waiting(status: Mapping[str, Any]) -> str:
-    """`waits: train for a full batch of 24 groups (3 s)`. The supervisor always waits for a loss and is left out."""
-    waits = [wait for wait in status.get("waits", ()) if wait["who"] != "supervisor"]
-    if not waits:
-        return "nothing waits" if status else "it is being prepared"
-    return "waits: " + ", ".join(f"{w['who']} for {w['what']} ({w['seconds']:.0f} s)" for w in waits)
+    """`waits: train for a full batch of 24 groups (3 s)`."""
+    if not (found := waits(status)):
+        return "nothing waits" if status else "waits: for its preparation"
+    return "waits: " + ", ".join(f"{w['who']} for {w['what']} ({w['seconds']:.0f} s)" for w in found)
 
 
 def _leave(number: int, frame: object) -> None:
