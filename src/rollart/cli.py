@@ -142,12 +142,15 @@ def _describe(recipe: Recipe) -> None:
 
 async def _train(recipe: Recipe, folder: RunFolder, *, resume: bool) -> bool:
     from rollart.observe.ledger import Ledger
+    from rollart.observe.ledger_view import LedgerView
     from rollart.observe.metrics import Metrics
     from rollart.observe.progress import ProgressView
     from rollart.observe.status import StatusWriter
     from rollart.signals import heeded
 
     view = ProgressView(console, f"{recipe.name}: {folder.path}", recipe.schedule.bound)
+    with LedgerView(folder.database) as before:  # while no ledger is open in this process
+        view.earlier(before.evaluations())
 
     def watchers(ledger: Ledger) -> list[Any]:
         metrics = Metrics(folder.metrics, ledger.accounts, staleness_bound=recipe.schedule.bound)

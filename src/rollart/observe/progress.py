@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -47,6 +48,12 @@ class ProgressView:
         """Read the ledger's running counts, for tokens and failures."""
         self._accounts = accounts
         return self
+
+    def earlier(self, evaluations: Iterable[Mapping[str, Any]]) -> None:
+        """Of a run that goes on: what its ledger has of them (`LedgerView.evaluations`)."""
+        for e in evaluations:
+            self._held_out[e["domain"]].append(EvalResult(e["domain"], e["version"], e["tasks"], e["success"],
+                                                          e["reward"], interval=e["interval"]))
 
     def __enter__(self) -> ProgressView:
         if not self._live:

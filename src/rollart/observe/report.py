@@ -354,8 +354,8 @@ def _duration(seconds: float) -> str:
 def render_report(run_path: str | Path) -> RenderableType:
     """The terminal's form, printed at the end of a run: before and after, ledger, staleness, idle, where to look."""
     folder, s = RunFolder(run_path), summarise(run_path)
-    table = Table("domain", *right("before", "after", "change", "tasks", "trained"), title_justify="left",
-                  title="held-out success with 95 % intervals (change: the same tasks, in points)")
+    title = Text("held-out success with 95 % intervals (change: the same tasks, in points)", "italic")
+    table = Table("domain", *right("before", "after", "change", "tasks", "trained"))
     for name, domain in s["domains"].items():
         before, after = domain["eval_before"], domain["eval_after"]
         shown = [f"{_percent(value)} {known and f'({known})'}".rstrip() for value, known in (
@@ -374,8 +374,10 @@ def render_report(run_path: str | Path) -> RenderableType:
                  f"generation stood still for new weights {s['weights']['exposed_fraction']:.1%} of the time")
     if not s["steps"]:
         facts = Text("no step has ended yet", "dim")
-    parts: list[RenderableType] = [Text.assemble((f"{folder.path}  ", "bold"), run_state(run_path)),
-                                   *([table] if s["domains"] else []), facts]
+    parts: list[RenderableType] = [Text.assemble((f"{folder.path}  ", "bold"), run_state(run_path))]
+    if s["domains"]:
+        parts += [title, table]
+    parts.append(facts)
     if by_domain:
         parts.append(ledger_table(by_domain, s["ledger"]))
     if folder.report.exists():
