@@ -350,3 +350,8 @@ def test_a_saved_tokenizer_has_the_names_that_every_transformers_reads_and_comes
     again = load_chat(tmp_path / "saved")
     assert (list(again.prompt(CONVERSATION)), again.stop) == (list(chat.prompt(CONVERSATION)), chat.stop)
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").all_special_tokens == tokenizer.all_special_tokens
+
+
+def test_half_a_surrogate_pair_that_a_template_writes_is_a_question_mark(tmp_path):
+    chat = HFChat(folder_with_ab(tmp_path, "{{ '\\ud83d' }}" + TEMPLATE))
+    assert chat.decode(chat.prompt([Message("user", "go")])).startswith("?")
