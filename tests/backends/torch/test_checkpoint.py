@@ -214,3 +214,15 @@ def test_weights_that_are_finite_in_64_bits_only_are_refused(tmp_path):
                 load_model(tmp_path)
         else:
             assert load_model(tmp_path).model.norm.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["\ud83d", "a\0b", "folder", "/proc/1/mem", "../" * 40 + "proc/version"])
+def test_a_shard_that_is_no_readable_file_is_refused_by_name(name, tmp_path):
+    save_model(small_model(TINY, 0), tmp_path, ByteChat())
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(ConfigError) as raised:
+        load_model(tmp_path)
+    assert str(tmp_path) in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -110,10 +110,13 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
+            (folder / file).open("rb").close()  # safetensors tells a file that may not be read as one that is not there
             with safe_open(folder / file, framework="pt") as shard:
                 tensors |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
         except FileNotFoundError:
             raise ConfigError(f"{folder} has no {file}: weights are read from safetensors files") from None
         except SafetensorError as error:
             raise ConfigError(f"{folder / file} is not a whole safetensors file: {error}") from None
+        except (OSError, ValueError) as error:  # ValueError: an index names what can be no file's name
+            raise ConfigError(f"{file!r} of {folder} cannot be read: {error}") from None
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
