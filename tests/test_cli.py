@@ -440,3 +440,14 @@ def test_a_mistake_that_shows_late_leaves_the_run_as_it_is(tmp_path):
     last = train("--resume", run, "--set", "pipeline.steps=7")
     assert last.returncode == 0, last.stderr
     assert json.loads((run / "summary.json").read_text())["ledger"]["trained"] == 7 * 8
+
+
+def test_a_mistake_is_told_as_such_where_the_runs_folder_stays(tmp_path):
+    """A link, a mount point or the current folder cannot be removed, and is not ours to remove."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    recipe = tiny_recipe(tmp_path)
+    recipe.write_text(re.sub(r"\[model.small\][^\[]*", "", recipe.read_text()))
+    refused(rollart("train", recipe, "--run", tmp_path / "link", "--set", f"model.path={tmp_path / 'none'}"),
+            "none does not exist")
+    assert not any((tmp_path / "real").iterdir())

@@ -39,6 +39,45 @@ def flip(run: Path) -> None:
     file.write_bytes(data)
 
 
+def rewrite(statement: str) -> Callable[[Path], None]:
+    """What a ledger's pages hold is another, and SQLite does not notice it."""
+    def damage(run: Path) -> None:
+        with closing(sqlite3.connect(run / "run.db")) as db:
+            assert db.execute(statement).rowcount
+            db.commit()
+    return damage
+
+
+def scribble(run: Path) -> None:
+    data = bytearray((run / "run.db").read_bytes())
+    data[4096:] = bytes([0xA5]) * (len(data) - 4096)
+    (run / "run.db").write_bytes(data)
+
+
+@pytest.mark.parametrize(("damage", "readers"), [
+    (rewrite("UPDATE meta SET value = '{' WHERE key = 'ended'"), ("status", "report")),
+    (rewrite("UPDATE meta SET value = '{' WHERE key = 'latencies'"), ("report", "train")),
+    (rewrite("UPDATE meta SET value = '{' WHERE key = 'source'"), ("train",)),
+    (rewrite("UPDATE trajectories SET fate = 'trainee' WHERE grp = 0"), ("status", "report", "train")),
+    (rewrite("UPDATE payloads SET body = x'02000000'"), ("report",)),
+    (rewrite("UPDATE payloads SET body = x'020400000022225B5D'"), ("report",)),
+    (scribble, ("status", "report", "train")),
+    (lambda run: ((run / "run.db").unlink(), (run / "run.db").mkdir()), ("status", "report", "train")),
+], ids=["end", "latencies", "source", "fate", "short body", "odd body", "pages", "a folder"])
+def test_a_ledger_that_holds_other_things_is_one_line_that_names_it(tmp_path: Path, ended: Path,
+                                                                    damage: Callable[[Path], object],
+                                                                    readers: tuple[str, ...]) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(ended, run)
+    damage(run)
+    for reader in readers:
+        more = ("--resume", run, "--set", "pipeline.steps=4") if reader == "train" else (run,)
+        seen = rollart(reader, *more)
+        assert seen.returncode in (1, 2)
+        assert seen.stderr.count("\n") == 1, seen.stderr
+        assert str(run / "run.db") in seen.stderr
+
+
 @pytest.mark.parametrize(("damage", "told"), [
     (lambda run: (run / "run.db").unlink(), "run.db has 0 of the 3 steps"),
     (lambda run: (run / "run.db").write_bytes(b""), "run.db has 0 of the 3 steps"),

@@ -91,16 +91,16 @@ def train(
         except asyncio.CancelledError:
             finished = False
         except BaseException as error:
-            if not isinstance(first_error(error), ConfigError):
-                with suppress(OSError, RollArtError, sqlite3.Error):  # what ended the run is what is told
+            with suppress(OSError, RollArtError, sqlite3.Error):  # what ended the run is what is told
+                if not isinstance(first_error(error), ConfigError):
                     _report(folder)
-            elif folder.trajectories() > had:  # it was said late: what has been done stays
-                _report(folder)
-                tell(f"the run is kept; once this is mended: {how_to_resume(folder.path)}")
-            elif config_before is None:
-                folder.discard()
-            else:
-                folder.rewrite_config(config_before)  # what was refused changes nothing
+                elif folder.trajectories() > had:  # it was said late: what has been done stays
+                    _report(folder)
+                    tell(f"the run is kept; once this is mended: {how_to_resume(folder.path)}")
+                elif config_before is None:
+                    folder.discard()
+                else:
+                    folder.rewrite_config(config_before)  # what was refused changes nothing
             raise
         _report(folder)
     if not finished:

@@ -5,6 +5,8 @@ import http.client
 import os
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -150,6 +152,41 @@ def test_a_served_report_answers_many_at_once_and_only_who_asks_by_a_loopback_na
     finally:
         server.terminate()
         server.communicate(timeout=60)
+
+
+def test_a_served_report_tells_what_cannot_be_read_and_bears_clients_that_go_away(tmp_path):
+    run = write_run(tmp_path / "run", steps=2).path
+    whole = (run / "metrics.jsonl").read_bytes()
+    server = subprocess.Popen(command("report", run, "--serve", 0), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True, env=environment())
+    try:
+        port = int(server.stdout.readline().split(":")[2].split("/")[0])
+
+        def get() -> tuple[int, bytes]:
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            client.request("GET", "/")
+            answer = client.getresponse()
+            body = answer.read()
+            client.close()
+            return answer.status, body
+
+        for _ in range(3):  # gone, by a reset, before the answer
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        for name in ("metrics.jsonl", "config.json"):
+            before = (run / name).read_bytes()
+            (run / name).write_bytes(b"{\n")
+            status, body = get()
+            assert (status, body.startswith(b"the run cannot be read now: ")) == (503, True)
+            assert name.encode() in body
+            (run / name).write_bytes(before)
+        assert get()[0] == 200
+        assert (run / "metrics.jsonl").read_bytes() == whole
+    finally:
+        server.terminate()
+        _, errors = server.communicate(timeout=60)
+    assert errors == ""
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "status.json"])

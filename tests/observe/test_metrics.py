@@ -5,6 +5,7 @@ from histories import World, evaluation, make_task, make_trajectory
 
 from rollart.algo.intervals import change_interval, wilson
 from rollart.core import events as ev
+from rollart.core.errors import ConfigError
 from rollart.core.types import Fate, StepReport, TrajectoryId
 from rollart.observe.journal import Journal
 from rollart.observe.ledger import Ledger
@@ -139,3 +140,26 @@ def test_lines_agree_with_the_ledger_over_a_random_history(run):
     assert counts["dispatched"] == sum(counts.values()) - counts["dispatched"]
     assert last["failures"] == {"environment N hung": counts["failed"]} or counts["failed"] > last["failures"][
         "environment N hung"]
+
+
+@pytest.mark.parametrize("cut", [b'{"kind": "sta', b"", b"{"])
+def test_a_first_line_that_a_crash_cut_is_gone_after_a_resume(cut, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(cut)
+    run = Run(tmp_path)
+    run.emit(ev.RunStarted(0, 3, True))
+    assert [line["kind"] for line in read_metrics(run.metrics.path)] == ["start"]
+
+
+@pytest.mark.parametrize(("line", "why"), [
+    ('{"kind": "step", "version": 1, "wall_seconds": 1.0}', "it has no 'waited'"),
+    ('{"kind": "note", "version": "1", "wall_seconds": 1.0}', "version is '1'"),
+    ('{"kind": "start", "version": 0, "wall_seconds": null}', "wall_seconds is None"),
+    ('{"kind": ["step"], "version": 0, "wall_seconds": 1.0}', r"unhashable|kind is \['step'\]"), ("[]", ""), ("5", "")])
+def test_a_line_that_is_json_but_none_of_ours_is_named(line, why, run):
+    run.emit(ev.RunStarted(0, 3, False))
+    run.step(1)
+    assert len(read_metrics(run.metrics.path)) == 2
+    with run.metrics.path.open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(ConfigError, match=f"line 3 is damaged \\(.*({why})"):
+        read_metrics(run.metrics.path)

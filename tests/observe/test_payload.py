@@ -37,3 +37,16 @@ def test_what_is_not_a_trajectory_is_refused():
         decode(b"\x07" + body[1:])
     with pytest.raises(ValueError, match="its header says"):
         decode(body + b"....")
+
+
+def test_whatever_byte_of_it_is_another_it_is_a_trajectory_or_refused():
+    """Nothing but a ValueError: a reader says that the ledger is damaged, in one line."""
+    body = encode(make_trajectory(TrajectoryId(0, 0), make_task(0)))
+    refused = 0
+    for at in range(len(body)):
+        for other in (0x00, 0x20, 0x22, 0x30, 0x5D, 0xFF):
+            try:
+                decode(body[:at] + bytes([other]) + body[at + 1:])
+            except ValueError:
+                refused += 1
+    assert refused > len(body)

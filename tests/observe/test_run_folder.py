@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,3 +170,41 @@ def test_a_checkpoint_of_before_there_were_sums_is_taken(tmp_path):
     folder = RunFolder(tmp_path)
     (folder.begin_checkpoint(5) / "complete").write_text("")
     folder.check_checkpoint(5)
+
+
+@pytest.mark.parametrize("made", ["", "empty", "link", "inside"])
+def test_what_is_discarded_is_what_was_made_and_no_folder_of_before(made, tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    if made:
+        (tmp_path / "real").mkdir()
+        path = tmp_path / "real"
+    if made == "link":
+        path = tmp_path / "link"
+        path.symlink_to(tmp_path / "real")
+    if made == "inside":
+        monkeypatch.chdir(tmp_path / "real")
+        path = Path()
+    with RunFolder(path).create({}) as folder:
+        folder.discard()
+    assert path.exists() == bool(made)
+    if made:
+        assert not any(path.iterdir())
+
+
+def test_what_others_put_beside_the_checkpoints_is_neither_taken_for_one_nor_removed(tmp_path):
+    folder = RunFolder(tmp_path)
+    for version in (1, 2, 3):
+        (folder.begin_checkpoint(version) / "weights").write_bytes(b"w")
+        folder.complete_checkpoint(folder.checkpoint(version), keep=3)
+    moved = tmp_path / "large" / "000002"
+    moved.parent.mkdir()
+    folder.checkpoint(2).rename(moved)
+    folder.checkpoint(2).symlink_to(moved)
+    for copy in ("1", "99", "0000001", "٣"):
+        shutil.copytree(folder.checkpoint(1), folder.checkpoints / copy)
+    (folder.checkpoints / "000000").write_text("mine")
+    assert folder.newest_checkpoint() == (3, folder.checkpoint(3))
+    (folder.begin_checkpoint(4) / "weights").write_bytes(b"w")
+    folder.complete_checkpoint(folder.checkpoint(4), keep=1)
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["000000", "0000001", "000004", "1", "99", "٣"]
+    assert sorted(path.name for path in moved.iterdir()) == ["complete", "weights"]

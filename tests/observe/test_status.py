@@ -2,11 +2,13 @@ import asyncio
 import io
 import json
 
+import pytest
 from histories import World, evaluation
 from rich.console import Console
 
 from rollart.algo.intervals import wilson
 from rollart.core import events as ev
+from rollart.core.errors import ConfigError
 from rollart.observe.journal import Journal
 from rollart.observe.ledger import Ledger
 from rollart.observe.metrics import Metrics
@@ -82,3 +84,11 @@ def test_the_writer_writes_whole_files_until_it_is_cancelled(tmp_path):
 
     asyncio.run(run())
     assert 2 < json.loads((tmp_path / "status.json").read_text())["n"] == next(numbers) - 1
+
+
+@pytest.mark.parametrize("content", [{"at": "now"}, {"at": 0, "in_flight": 5}, {"versions": [1]}, {"waits": {"a": 1}}])
+def test_a_status_that_no_run_wrote_is_one_line(content, tmp_path):
+    (tmp_path / "status.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"status.json is damaged .* remove it") as raised:
+        render_status(tmp_path)
+    assert "\n" not in str(raised.value)

@@ -67,7 +67,8 @@ class Ledger:
             for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=0"):
                 self._db.execute(f"PRAGMA {pragma}")
             self._open_schema()
-            self._load()
+            with self._whole():
+                self._load()
         self._file = os.stat(self.path)
 
     def _open_schema(self) -> None:
@@ -289,11 +290,12 @@ class Ledger:
                      "FROM trajectories WHERE grp = id AND fate IN ('trained', 'filtered')) OR EXISTS (SELECT 1 "
                      "FROM trajectories WHERE grp = id AND fate = 'in_flight'))")
             self.flush()
-            self._load()
-            groups = tuple(self._unfinished(*row) for row in self._db.execute(
-                "SELECT id, task, born FROM groups WHERE state = 'open' ORDER BY id"))
-            next_group = self._db.execute("SELECT coalesce(max(id) + 1, 0) FROM groups").fetchone()[0]
-            source = self._meta("source")
+            with self._whole():
+                self._load()
+                groups = tuple(self._unfinished(*row) for row in self._db.execute(
+                    "SELECT id, task, born FROM groups WHERE state = 'open' ORDER BY id"))
+                next_group = self._db.execute("SELECT coalesce(max(id) + 1, 0) FROM groups").fetchone()[0]
+                source = self._meta("source")
         return Restored(groups, source, next_group)
 
     def _unfinished(self, group: int, task: str, born: Version) -> Unfinished:
@@ -366,6 +368,15 @@ class Ledger:
         if not self._db.in_transaction:
             self._db.execute("BEGIN")
         self._db.executemany(statement, rows)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What is read inside was written by a ledger: SQLite does not notice damage to what its pages hold."""
+        try:
+            yield
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{self.path} is damaged ({error}): put back the run.db and run.db-wal from a copy, or "
+                              "start a new run from the newest checkpoint (model.path)") from error
 
     def _meta(self, key: str) -> Any:
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,30 @@ class LedgerView:
     """Close it, or use `with`."""
 
     def __init__(self, path: str | Path) -> None:
-        file = Path(path)
-        self._db = _connect(f"{file.resolve().as_uri()}?mode=ro") if file.exists() else _connect(":memory:")
-        tables = "SELECT count(*) FROM sqlite_master WHERE name = 'eval_trajectories'"
+        self._file = file = Path(path)
+        address = file.resolve().as_uri()
         try:
-            self.empty = not self._db.execute(tables).fetchone()[0]
-        except sqlite3.DatabaseError as error:
-            self._db.close()
+            self._db, self.empty = _opened(f"{address}?mode=ro" if file.exists() else ":memory:")
+        except sqlite3.OperationalError as error:
             log = file.with_name(f"{file.name}-wal")
-            if not isinstance(error, sqlite3.OperationalError) or (log.exists() and log.stat().st_size):
-                raise RunError(f"the ledger {file} cannot be read ({error}): see that it is whole and may be read; in "
-                               "a folder that cannot be written, copy the folder and look at the copy") from error
-            self._db = _connect(f"{file.resolve().as_uri()}?immutable=1")  # nothing is in a log, nobody can write here
-            self.empty = not self._db.execute(tables).fetchone()[0]
+            if log.exists() and log.stat().st_size:
+                raise self._unreadable(error) from error
+            with self._whole():  # nothing is in a log, nobody can write here
+                self._db, self.empty = _opened(f"{address}?immutable=1")
+        except sqlite3.DatabaseError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, why: Exception) -> RunError:
+        return RunError(f"the ledger {self._file} cannot be read ({why}): see that it is whole and may be read; in a "
+                        "folder that cannot be written, copy the folder and look at the copy")
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What is read inside is what a ledger writes: SQLite notices damage to its pages, not to what they hold."""
+        try:
+            yield
+        except (sqlite3.DatabaseError, ValueError) as error:
+            raise self._unreadable(error) from error
 
     def __enter__(self) -> LedgerView:
         return self
@@ -45,18 +58,22 @@ class LedgerView:
         self._db.close()
 
     def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        return [] if self.empty else self._db.execute(query, values).fetchall()
+        with self._whole():
+            return [] if self.empty else self._db.execute(query, values).fetchall()
 
     def meta(self, key: str) -> Any:
         """A note of the ledger (`started_at`, `ended`, `steps`, `checkpoint`), or None."""
         rows = self._rows("SELECT value FROM meta WHERE key = ?", key)
-        return json.loads(rows[0][0]) if rows else None
+        with self._whole():
+            return json.loads(rows[0][0]) if rows else None
 
     def by_domain(self) -> dict[str, dict[str, int]]:
         """{domain: {dispatched, trained, filtered, stale, failed, cancelled, in_flight}}."""
         fates: dict[str, Counter[Fate]] = {}
-        for domain, fate, n in self._rows("SELECT domain, fate, count(*) FROM trajectories GROUP BY 1, 2 ORDER BY 1"):
-            fates.setdefault(domain, Counter())[Fate(fate)] = n
+        rows = self._rows("SELECT domain, fate, count(*) FROM trajectories GROUP BY 1, 2 ORDER BY 1")
+        with self._whole():
+            for domain, fate, n in rows:
+                fates.setdefault(domain, Counter())[Fate(fate)] = n
         return {domain: counted(counts, counts[Fate.IN_FLIGHT]) for domain, counts in fates.items()}
 
     def counts(self) -> dict[str, int]:
@@ -132,21 +149,31 @@ class LedgerView:
             "AND domain = ? AND a.body IS NOT NULL AND b.body IS NOT NULL "
             "ORDER BY coalesce(b.success, 0) - coalesce(a.success, 0) DESC, a.member LIMIT ?",
             domain, domain, domain, limit)
-        return [(decode(before), v, decode(after), w) for before, v, after, w in rows]
+        with self._whole():
+            return [(decode(before), v, decode(after), w) for before, v, after, w in rows]
 
     def trained_samples(self, domain: str) -> list[tuple[Trajectory, int]]:
         """(trajectory, the version that its step made) of the oldest and the newest kept training trajectory."""
         rows = self._rows(
             "SELECT body, step + 1 FROM payloads JOIN trajectories t USING (grp, member) "
             "WHERE t.domain = ? AND fate = 'trained' ORDER BY step, grp", domain)
-        return [(decode(body), version) for body, version in ([rows[0], rows[-1]] if len(rows) > 1 else rows)]
+        with self._whole():
+            return [(decode(body), version) for body, version in ([rows[0], rows[-1]] if len(rows) > 1 else rows)]
 
     def recorded(self) -> list[Trajectory]:
         """Every scored trajectory whose text is still there: samples of training and of the evaluations."""
         bodies = self._rows("SELECT body FROM payloads UNION ALL SELECT body FROM eval_trajectories "
                             "WHERE body IS NOT NULL")
-        return [trajectory for (body,) in bodies if (trajectory := decode(body)).score is not None]
+        with self._whole():
+            return [trajectory for (body,) in bodies if (trajectory := decode(body)).score is not None]
 
 
-def _connect(where: str) -> sqlite3.Connection:
-    return sqlite3.connect(where, uri=True, timeout=5.0)
+def _opened(where: str) -> tuple[sqlite3.Connection, bool]:
+    """A connection, and whether it has no ledger so far."""
+    db = sqlite3.connect(where, uri=True, timeout=5.0)
+    try:
+        found = db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'eval_trajectories'").fetchone()
+    except sqlite3.DatabaseError:
+        db.close()
+        raise
+    return db, not found[0]

@@ -80,9 +80,9 @@ class Metrics:
     def _run_started(self, event: ev.RunStarted) -> None:
         lines = read_metrics(self.path)
         self._started, self._version = self._at, event.version
-        if lines:
-            self._wall_before = max(line["wall_seconds"] for line in lines)
-            self._idle = max(line.get("idle_seconds", 0.0) for line in lines)
+        if self.path.exists():  # also where a crash has cut its only line
+            self._wall_before = max((line["wall_seconds"] for line in lines), default=0.0)
+            self._idle = max((line.get("idle_seconds", 0.0) for line in lines), default=0.0)
             kept = [line for line in lines if line["kind"] in ("start", "rewards") or line["version"] <= event.version]
             atomic_write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self._write(kind="start", version=event.version, steps=event.steps, resumed=event.resumed,
@@ -130,6 +130,15 @@ def staleness_of(values: tuple[int, ...]) -> dict[str, Any]:
             "histogram": histogram}
 
 
+_LINE: dict[str, Any] = {"kind": str, "version": int, "wall_seconds": int | float}
+_LINES: dict[str, dict[str, Any]] = {
+    "start": {"steps": int, "staleness_bound": int},
+    "step": {"waited": int | float, "seconds": int | float, "staleness": dict, "successes": dict, "slots": dict,
+             "metrics": dict, "weights": dict},
+    "rewards": {"figures": dict}}
+"""What the readers of a line, by its kind, ask of it."""
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """All whole lines of a metrics.jsonl; none if it is absent. A last line that a crash cut is left out.
 
@@ -142,8 +151,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             out.append(json.loads(line))
-            out[-1]["kind"], out[-1]["wall_seconds"]
+            for name, kind in (_LINE | _LINES.get(out[-1]["kind"], {})).items():
+                if not isinstance(out[-1][name], kind):
+                    raise ValueError(f"{name} is {out[-1][name]!r}")
         except (ValueError, RecursionError, TypeError, KeyError) as error:
-            raise ConfigError(f"{path} line {number} is damaged ({error}): remove that line, or put the file back from "
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise ConfigError(f"{path} line {number} is damaged ({why}): remove that line, or put the file back from "
                               "a copy") from None
     return out

@@ -65,6 +65,13 @@ def encode(trajectory: Trajectory) -> bytes:
 
 def decode(body: bytes) -> Trajectory:
     """Raises ValueError for bytes that are not a trajectory of this format."""
+    try:
+        return _decoded(body)
+    except (TypeError, KeyError, AttributeError, IndexError, struct.error) as error:
+        raise ValueError(f"a stored trajectory is damaged: {error!r}") from error
+
+
+def _decoded(body: bytes) -> Trajectory:
     if len(body) < _HEAD.size or body[0] != _FORMAT:
         raise ValueError(f"a stored trajectory begins with format {body[:1]!r}; this version reads {_FORMAT}")
     _, length = _HEAD.unpack_from(body)

@@ -80,6 +80,7 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.checkpoints = self.path / "checkpoints"
         self._lock: int | None = None
+        self._made = False
 
     def create(self, config: Mapping[str, Any]) -> RunFolder:
         """Begin a run here: lock, and write config.json. Raises ConfigError if the folder has a run already."""
@@ -88,6 +89,7 @@ class RunFolder:
                               f"continue it with --resume {self.path}, or name another folder")
         if self.path.is_dir() and any(self.path.iterdir()):
             raise ConfigError(f"--run {self.path} needs a new or empty folder, but it holds other files")
+        self._made = not self.path.exists()
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -110,14 +112,14 @@ class RunFolder:
             return view.counts()["dispatched"]
 
     def discard(self) -> None:
-        """Take back a run that never began: what `create` and the ledger made is removed, nothing else. One that has a
-        trajectory in its ledger stays."""
+        """Take back a run that never began: what `create` and the ledger made is removed, nothing else, not even an
+        empty folder that was there. One that has a trajectory in its ledger stays."""
         if self.trajectories():
             return
         for path in (self.config, self.status, self.metrics, self.path / "lock", *self.path.glob("run.db*")):
             path.unlink(missing_ok=True)
         _remove(self.path / "model")
-        for folder in (self.checkpoints, self.path):
+        for folder in (self.checkpoints, *([self.path] if self._made else [])):
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
 
@@ -234,9 +236,11 @@ class RunFolder:
                 raise ConfigError(f"checkpoint {folder} is damaged ({name} {what}): {remedy}")
 
     def _versions(self) -> dict[Version, Path]:
+        """Folders that `begin_checkpoint` made, by their names; a copy that someone made beside them is none."""
         if not self.checkpoints.exists():
             return {}
-        return {int(folder.name): folder for folder in self.checkpoints.iterdir() if folder.name.isdecimal()}
+        return {int(path.name): path for path in self.checkpoints.iterdir()
+                if path.name.isdecimal() and path == self.checkpoint(int(path.name)) and path.is_dir()}
 
     def _whole(self) -> list[Version]:
         return sorted(version for version, folder in self._versions().items() if (folder / "complete").exists())
@@ -252,7 +256,11 @@ def _newest_run(*folders: Path) -> str:
 
 
 def _remove(folder: Path) -> None:
-    """The marker goes first, so that a removal cut short leaves nothing that looks whole."""
+    """The marker goes first, so that a removal cut short leaves nothing that looks whole. Of a folder that was moved
+    away, and is linked to, the link only."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
     (folder / "complete").unlink(missing_ok=True)
     if folder.exists():
         shutil.rmtree(folder)

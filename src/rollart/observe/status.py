@@ -21,6 +21,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from rollart.core.errors import ConfigError
 from rollart.observe.ledger_view import LedgerView
 from rollart.observe.metrics import read_metrics
 from rollart.observe.run_folder import RunFolder, atomic_write, read_object
@@ -74,11 +75,17 @@ def run_state(run_path: str | Path) -> str:
 
 
 def read_status(run_path: str | Path) -> dict[str, Any]:
-    """The newest status.json, or {} if none was written."""
+    """The newest status.json, or {} if none was written. Raises ConfigError for one that this did not write."""
+    path = RunFolder(run_path).status
     try:
-        return read_object(RunFolder(run_path).status)
+        status = read_object(path)
     except FileNotFoundError:
         return {}
+    kinds = {"at": int | float, "versions": dict, "in_flight": list, "waits": list}
+    if wrong := [name for name, kind in kinds.items() if not isinstance(status.get(name, ()), kind | tuple)]:
+        raise ConfigError(f"{path} is damaged ({wrong[0]} is {status[wrong[0]]!r}): remove it, a live run writes it "
+                          "anew")
+    return status
 
 
 def render_status(run_path: str | Path) -> RenderableType:
@@ -88,7 +95,7 @@ def render_status(run_path: str | Path) -> RenderableType:
     colour = "green" if state.startswith(("running", "finished")) else "yellow"
     head = Text.assemble((f"{folder.path}  ", "bold"), (state, colour))
     if status and state.startswith("running"):
-        head.append(f"  {max(0.0, time.time() - status['at']):.0f} s ago", "dim")
+        head.append(f"  {max(0.0, time.time() - status.get('at', 0.0)):.0f} s ago", "dim")
     parts: list[RenderableType] = [head]
     with LedgerView(folder.database) as ledger:
         if state.startswith("running") and not status:

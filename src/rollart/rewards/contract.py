@@ -123,7 +123,7 @@ def from_json(plain: object) -> RewardRequest:
             deadline_seconds=float(plain.get("deadline_seconds", 30.0)))
     except KeyError as missing:
         raise ValueError(f"the request has no {missing}") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(f"the request has a field of the wrong form: {error}") from None
     return request if request.key else replace(request, key=content_key(request))
 

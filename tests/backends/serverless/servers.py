@@ -7,6 +7,10 @@ from contextlib import asynccontextmanager
 from rollart.backends.serverless.http import read_message
 from rollart.rewards.handler import Handler
 
+ODD = {"status": b"HTTP/1.1 abc X\r\nContent-Length: 0\r\n\r\n", "promises": b"HTTP/1.1 102 Wait\r\n\r\n" * 1500,
+       "chunk": b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n" + b"0" * 100_000}
+"""What is no HTTP, in ways that only show while it is read."""
+
 
 class Server:
     """`moods`: one per request, the last goes on. `served`: keys that were worked on. `most`: requests at once."""
@@ -39,6 +43,10 @@ class Server:
         if word == "slow":
             await asyncio.sleep(float(detail))
         if word == "refuse":  # hangs up before any work
+            raise ConnectionError
+        if word in ODD:
+            writer.write(ODD[word])
+            await writer.drain()
             raise ConnectionError
         if word.isdecimal():
             extra = f"Retry-After: {detail}\r\n" if detail else ""

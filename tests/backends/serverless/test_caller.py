@@ -74,7 +74,10 @@ def test_a_connection_dropped_after_the_work_is_asked_again_with_the_same_key_an
     ("garbage", "its answer is not JSON", 1), ("deep", "nested more than 100 levels", 1),
     ("infinite", "must be a finite number; got inf", 1),
     ("huge", "above reward.call.answer_mb = 1", 1), ("404", "HTTP 404: 'busy'", 1), ("500", "attempt 3: HTTP 500", 3),
-    ("refuse", "attempt 3: it hung up before its answer was whole", 3)])
+    ("refuse", "attempt 3: it hung up before its answer was whole", 3),
+    ("status", "attempt 3: ValueError: it does not speak HTTP/1.1: 'HTTP/1.1 abc X'", 3),
+    ("promises", "attempt 3: ValueError: it promises an answer 20 times", 3),
+    ("chunk", "attempt 3: ValueError: a line or the head of the message is too long", 3)])
 def test_a_function_that_fails_for_good_is_an_error_that_says_why_and_never_zero(mood, says, attempts):
     counts, _, _ = run(fails(says), mood)
     assert counts.attempts == attempts

@@ -32,7 +32,12 @@ def test_every_framing_of_a_body_is_read(data, status, body, last):
     (b"HTTP/1.1 200 OK\r\nContent-Length: 2000\r\n\r\n", TooLong),
     (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffff\r\n", TooLong),
     (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nno\r\n", ValueError),
-    (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 2000, TooLong), (b"HTTP/1.1 200 OK\r\nA: " + b"x" * 100_000, ValueError)])
+    (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 2000, TooLong), (b"HTTP/1.1 200 OK\r\nA: " + b"x" * 100_000, ValueError),
+    (b"HTTP/1.1 abc OK\r\nContent-Length: 0\r\n\r\n", ValueError), (b"HTTP/1.1 -20 X\r\n\r\n", ValueError),
+    (b"HTTP/1.1 100 Continue\r\n\r\n" * 2000, ValueError),
+    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"0" * 100_000, ValueError),
+    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"a" * 100_000, ValueError),
+    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"-2\r\n" * 50 + b"0\r\n\r\n", ValueError)])
 def test_what_is_cut_off_too_long_or_no_http_is_told_apart(data, error):
     with pytest.raises(error):
         read(data)

@@ -350,3 +350,17 @@ def test_a_saved_tokenizer_has_the_names_that_every_transformers_reads_and_comes
     again = load_chat(tmp_path / "saved")
     assert (list(again.prompt(CONVERSATION)), again.stop) == (list(chat.prompt(CONVERSATION)), chat.stop)
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").all_special_tokens == tokenizer.all_special_tokens
+
+
+def test_half_a_surrogate_pair_that_a_template_writes_is_a_question_mark(tmp_path):
+    chat = HFChat(folder_with_ab(tmp_path, "{{ '\\ud83d' }}" + TEMPLATE))
+    assert chat.decode(chat.prompt([Message("user", "go")])).startswith("?")
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "config.json"])
+def test_a_file_of_the_folder_that_cannot_be_read_is_refused_by_name(name, tmp_path):
+    folder_with_ab(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"{name} cannot be read: Is a directory"):
+        load_chat(tmp_path)

@@ -190,3 +190,39 @@ def test_weights_that_are_not_finite_are_refused_by_name(value, dtype, tmp_path)
     with pytest.raises(ConfigError, match=r"must be finite; .*1\.mlp\.up_proj\.weight holds others") as raised:
         load_model(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_weights_that_are_no_plain_floats_are_refused_by_name(dtype, tmp_path):
+    """As numbers they would be loaded, and mean something else."""
+    save_model(small_model(TINY, 0), tmp_path, ByteChat())
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].to(dtype)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"floats of 16 to 64 bits; {name} has {dtype}") as raised:
+        load_model(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_weights_that_are_finite_in_64_bits_only_are_refused(tmp_path):
+    save_model(small_model(TINY, 0), tmp_path, ByteChat())
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.norm.weight"
+    for factor, refused in ((1.0, False), (1e300, True)):
+        save_file({**tensors, name: tensors[name].double() * factor}, tmp_path / "model.safetensors",
+                  metadata={"format": "pt"})
+        if refused:
+            with pytest.raises(ConfigError, match=f"must be finite; {name} holds others"):
+                load_model(tmp_path)
+        else:
+            assert load_model(tmp_path).model.norm.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["\ud83d", "a\0b", "folder", "/proc/1/mem", "../" * 40 + "proc/version"])
+def test_a_shard_that_is_no_readable_file_is_refused_by_name(name, tmp_path):
+    save_model(small_model(TINY, 0), tmp_path, ByteChat())
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(ConfigError) as raised:
+        load_model(tmp_path)
+    assert str(tmp_path) in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -113,7 +113,19 @@ def test_a_small_model_that_cannot_be_is_refused(change, message):
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn'"),
     ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs 'factor'"),
-    ({"vocab_size": None}, "'vocab_size'")])
+    ({"vocab_size": None}, "'vocab_size'"),
+    ({"model_type": ["llama"]}, "model_type must be one of"),
+    ({"hidden_size": "8"}, "hidden_size in config.json must be a whole number from 1"),
+    ({"hidden_size": -8}, "got -8"), ({"hidden_size": 8.0}, "got 8.0"), ({"num_attention_heads": 0}, "got 0"),
+    ({"num_hidden_layers": True}, "got True"), ({"vocab_size": 10**15}, "below 1,000,000,000"),
+    ({"max_position_embeddings": "64"}, "max_position_embeddings"), ({"rms_norm_eps": "a"}, "rms_norm_eps"),
+    ({"head_dim": [4]}, "head_dim"), ({"num_key_value_heads": "2"}, "num_key_value_heads"),
+    ({"rope_theta": float("nan")}, "rope_theta in config.json must be a number above 0; got nan"),
+    ({"rope_scaling": "linear"}, "must be an object; got 'linear'"), ({"rope_scaling": [1]}, "must be an object"),
+    ({"rope_scaling": {"rope_type": ["linear"]}}, "rope scaling must be"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor in config.json must be a number above 0"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_factor": 4,
+                       "original_max_position_embeddings": "8"}}, "original_max_position_embeddings")])
 def test_an_unsupported_config_is_one_clear_line(change, message):
     config = {key: value for key, value in {"model_type": "llama", "vocab_size": 9, "hidden_size": 8,
               "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -11,7 +11,11 @@ from rollart.backends.vllm.settings import ServerSettings
 from rollart.core.errors import ConfigError
 
 
-@pytest.mark.parametrize("body", [b"[" * 100_000, b"<html>", b'{"data": 3}', b"[1, 2]"])
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"<html>", b'{"data": 3}', b"[1, 2]",
+                                  b'{"data": [5], "paths": {}}', b'{"data": {"a": 1}, "paths": {}}',
+                                  b'{"data": [{"id": "m", "max_model_len": 1e999}], "paths": {}}',
+                                  b'{"data": [{"id": "m", "max_model_len": "x"}], "paths": {}}',
+                                  b'{"data": [{"id": "m"}], "paths": 5}'])
 def test_an_answer_that_is_not_the_one_asked_for_is_one_line(body):
     async def answer(reader, writer):
         await reader.readuntil(b"\r\n\r\n")

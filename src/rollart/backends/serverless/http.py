@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 IDLE_SECONDS = 30.0
 """An idle connection older than that is not trusted any more."""
+INTERIM = 20
+"""So many answers of status 1xx may come before the answer."""
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -39,18 +41,20 @@ class Message:
 
 async def read_message(reader: asyncio.StreamReader, limit: int, *, request: bool = False) -> Message:
     """The next message. Raises EOFError (nothing, or cut off), TooLong, ValueError for what is no HTTP."""
-    try:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    except asyncio.LimitOverrunError:
-        raise ValueError("the head of the message is too long") from None
-    first, *lines = head[:-4].split("\r\n")
-    start = tuple(first.split(None, 2))
-    if len(start) < 2 or not (start[-1] if request else start[0]).startswith("HTTP/1."):
+    for _ in range(INTERIM):
+        head = (await _until(reader, b"\r\n\r\n")).decode("latin-1")
+        first, *lines = head[:-4].split("\r\n")
+        start = tuple(first.split(None, 2))
+        if len(start) < 2 or not (start[-1] if request else start[0]).startswith("HTTP/1."):
+            raise ValueError(f"it does not speak HTTP/1.1: {first[:40]!r}")
+        if request or not start[1].startswith("1"):  # 100 Continue and the like
+            break
+    else:
+        raise ValueError(f"it promises an answer {INTERIM} times and gives none")
+    if not request and not (start[1].isascii() and start[1].isdigit() and len(start[1]) == 3):
         raise ValueError(f"it does not speak HTTP/1.1: {first[:40]!r}")
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     last = headers.get("connection", "").lower() == "close" or "HTTP/1.0" in start
-    if not request and start[1].startswith("1"):  # 100 Continue and the like
-        return await read_message(reader, limit)
     if headers.get("transfer-encoding", "").lower() == "chunked":
         return Message(start, headers, await _chunks(reader, limit), last)
     length = headers.get("content-length", "")
@@ -70,13 +74,22 @@ async def read_message(reader: asyncio.StreamReader, limit: int, *, request: boo
 
 async def _chunks(reader: asyncio.StreamReader, limit: int) -> bytes:
     out = bytearray()
-    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+    while size := int((await _until(reader, b"\r\n")).split(b";")[0], 16):
+        if size < 0:
+            raise ValueError(f"a chunk of {size} bytes")
         if len(out) + size > limit:
             raise TooLong("a body in chunks")
         out += (await reader.readexactly(size + 2))[:-2]
-    while (await reader.readuntil(b"\r\n")) != b"\r\n":  # trailers
+    while (await _until(reader, b"\r\n")) != b"\r\n":  # trailers
         pass
     return bytes(out)
+
+
+async def _until(reader: asyncio.StreamReader, mark: bytes) -> bytes:
+    try:
+        return await reader.readuntil(mark)
+    except asyncio.LimitOverrunError:
+        raise ValueError("a line or the head of the message is too long") from None
 
 
 class HttpClient:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from rollart.backends.torch.settings import ChatSettings
 from rollart.core.errors import ConfigError
+from rollart.core.foreign import encodable
 from rollart.core.ports import Renderer
 from rollart.core.tokens import Text, Tokens, ids
 from rollart.core.types import ROLES, Completion, Finish, Message
@@ -227,7 +228,8 @@ class HFChat:
     def _render(self, messages: Sequence[Message]) -> str:
         conversation = [self._written(message) for message in messages]
         try:
-            return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+            return encodable(self._tokenizer.apply_chat_template(conversation, tokenize=False,
+                                                                 add_generation_prompt=True))
         except Exception as error:  # noqa: BLE001  a template is foreign code: it may raise whatever it likes
             roles = ", ".join(message.role for message in messages)
             raise ConfigError(f"the chat template of {self._folder} refuses the roles {roles}: {_line(error)}"
@@ -282,6 +284,10 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a JSON object; got {type(content).__name__}")
     return content

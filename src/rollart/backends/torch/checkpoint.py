@@ -23,12 +23,14 @@ from rollart.backends.torch.transformer import Transformer
 from rollart.backends.weights.memory import load_into
 from rollart.core.errors import ConfigError
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def load_model(folder: Path | str, device: str | torch.device = "cpu",
                dtype: torch.dtype = torch.float32) -> Transformer:
     """The model of a Hugging Face folder. Raises ConfigError, in one line, for anything that is not a whole model of
-    a supported kind: a missing file, an unsupported model_type, a missing or unknown tensor, a wrong shape, a value
-    that is not finite."""
+    a supported kind: a missing file, an unsupported model_type, a missing or unknown tensor, a wrong shape or type, a
+    value that is not finite."""
     config, tensors = read_model(folder)
     with torch.device("meta"):
         model = Transformer(config)
@@ -49,6 +51,10 @@ def read_model(folder: Path | str) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Shape and tensors of a Hugging Face folder. Raises ConfigError."""
     config = load_config(folder)
     tensors = _tensors(Path(folder))
+    if other := next((name for name, tensor in sorted(tensors.items()) if tensor.dtype not in FLOATS), None):
+        raise ConfigError(f"the weights in {folder} must be floats of 16 to 64 bits; {other} has "
+                          f"{tensors[other].dtype}, as quantized ones do: take the checkpoint they were made from")
+    tensors |= {name: tensor.float() for name, tensor in tensors.items() if tensor.dtype == torch.float64}
     if bad := next((name for name, tensor in sorted(tensors.items()) if not tensor.isfinite().all()), None):
         raise ConfigError(f"the weights in {folder} must be finite; {bad} holds others: take another checkpoint")
     head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
@@ -104,10 +110,13 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
+            (folder / file).open("rb").close()  # safetensors tells a file that may not be read as one that is not there
             with safe_open(folder / file, framework="pt") as shard:
                 tensors |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
         except FileNotFoundError:
             raise ConfigError(f"{folder} has no {file}: weights are read from safetensors files") from None
         except SafetensorError as error:
             raise ConfigError(f"{folder / file} is not a whole safetensors file: {error}") from None
+        except (OSError, ValueError) as error:  # ValueError: an index names what can be no file's name
+            raise ConfigError(f"{file!r} of {folder} cannot be read: {error}") from None
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}

@@ -19,6 +19,9 @@ from rollart.core.errors import ConfigError
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
             "qwen3_moe": "Qwen3MoeForCausalLM"}
 
+MOST = 1_000_000_000
+"""Above what any shape counts: a damaged number is said before memory is asked for it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
@@ -38,15 +41,18 @@ class Rope:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Rope:
         """From `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files. Raises ConfigError."""
-        given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"rope scaling in config.json must be an object; got {given!r}")
         kind = given.get("rope_type", given.get("type", "default"))
         if kind not in ("default", "linear", "llama3"):
             raise ConfigError(f"rope scaling must be default, linear or llama3; config.json has {kind!r}")
+        theta = given if "rope_theta" in given else {"rope_theta": 10_000.0, **config}
         try:
-            return cls(theta=float(given.get("rope_theta", config.get("rope_theta", 10_000.0))), kind=kind,
-                       **({"factor": float(given["factor"])} if kind != "default" else {}),
-                       **({"low": float(given["low_freq_factor"]), "high": float(given["high_freq_factor"]),
-                           "original": int(given["original_max_position_embeddings"])} if kind == "llama3" else {}))
+            return cls(theta=_positive(theta, "rope_theta"), kind=kind,
+                       **({"factor": _positive(given, "factor")} if kind != "default" else {}),
+                       **({"low": _positive(given, "low_freq_factor"), "high": _positive(given, "high_freq_factor"),
+                           "original": _count(given, "original_max_position_embeddings")} if kind == "llama3" else {}))
         except KeyError as missing:
             raise ConfigError(f"rope scaling {kind!r} needs {missing} in config.json") from None
 
@@ -110,7 +116,7 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """From the content of a `config.json`. Raises ConfigError for what this decoder does not do."""
         family = config.get("model_type")
-        if family not in FAMILIES:
+        if not isinstance(family, str) or family not in FAMILIES:
             raise ConfigError(f"model_type must be one of {', '.join(FAMILIES)}; config.json has {family!r}")
         for key, allowed in (("hidden_act", ("silu",)), ("mlp_bias", (False,)), ("use_sliding_window", (False,)),
                              ("quantization_config", ()), ("decoder_sparse_step", (1,)), ("mlp_only_layers", ([],))):
@@ -118,18 +124,21 @@ class ModelConfig:
                 raise ConfigError(f"{family} with {key} = {config[key]!r} is not supported")
         bias, mixture = bool(config.get("attention_bias", False)), family == "qwen3_moe"
         try:
-            return cls(family=family, vocabulary=config["vocab_size"], width=config["hidden_size"],
-                       mlp=config["moe_intermediate_size" if mixture else "intermediate_size"],
-                       layers=config["num_hidden_layers"],
-                       heads=config["num_attention_heads"],
-                       kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-                       head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-                       context_tokens=config["max_position_embeddings"], rope=Rope.from_hf(config),
-                       norm_eps=config.get("rms_norm_eps", 1e-6), tied=bool(config.get("tie_word_embeddings", False)),
+            heads = _count(config, "num_attention_heads")
+            return cls(family=family, vocabulary=_count(config, "vocab_size"), width=_count(config, "hidden_size"),
+                       mlp=_count(config, "moe_intermediate_size" if mixture else "intermediate_size"),
+                       layers=_count(config, "num_hidden_layers"), heads=heads,
+                       kv_heads=_count(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads,
+                       head_dim=_count(config, "head_dim") if config.get("head_dim") else
+                       _count(config, "hidden_size") // heads,
+                       context_tokens=_count(config, "max_position_embeddings"), rope=Rope.from_hf(config),
+                       norm_eps=_positive({"rms_norm_eps": 1e-6, **config}, "rms_norm_eps"),
+                       tied=bool(config.get("tie_word_embeddings", False)),
                        qkv_bias=family == "qwen2" or bias, out_bias=family != "qwen2" and bias,
                        qk_norm=family in ("qwen3", "qwen3_moe"),
-                       **({"experts": config.get("num_experts") or config["num_local_experts"],
-                           "experts_per_token": config["num_experts_per_tok"],
+                       **({"experts": _count(config, "num_experts" if config.get("num_experts") else
+                                             "num_local_experts"),
+                           "experts_per_token": _count(config, "num_experts_per_tok"),
                            "norm_topk": bool(config.get("norm_topk_prob", False))} if mixture else {}))
         except KeyError as missing:
             raise ConfigError(f"config.json of a {family} model needs {missing}") from None
@@ -152,6 +161,22 @@ class ModelConfig:
                 "num_experts_per_tok": self.experts_per_token, "decoder_sparse_step": 1, "mlp_only_layers": []}
                if self.experts else {}),
         }
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    """Raises KeyError where it is missing, ConfigError for anything but a whole number from 1."""
+    value = config[key]
+    if type(value) is not int or not 1 <= value < MOST:
+        raise ConfigError(f"{key} in config.json must be a whole number from 1, below {MOST:,}; got {value!r}")
+    return value
+
+
+def _positive(config: Mapping[str, Any], key: str) -> float:
+    """Raises KeyError where it is missing, ConfigError for anything but a finite number above 0."""
+    value = config[key]
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ConfigError(f"{key} in config.json must be a number above 0; got {value!r}")
+    return float(value)
 
 
 def small_config(small: SmallModel) -> ModelConfig:

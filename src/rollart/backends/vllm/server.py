@@ -31,6 +31,9 @@ GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 TRAINING = (GENERATE, "/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update",
             "/server_info")
 
+ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What reading an answer raises that is JSON, and another than was asked for. (A number too large: ArithmeticError.)"""
+
 
 class OpenAIEngine(BaseEngine):
     """One server at `url`. A reader means that it is to be trained with."""
@@ -49,22 +52,28 @@ class OpenAIEngine(BaseEngine):
         try:
             listed = (await self._call("GET", "/v1/models"))["data"]
             paths = (await self._call("GET", "/openapi.json"))["paths"]
-        except (EngineLost, LookupError, TypeError) as error:
+            models = {str(entry["id"]): int(entry.get("max_model_len") or 0) for entry in listed}
+            trained = GENERATE in paths
+        except (EngineLost, *ODD) as error:
             raise ConfigError(f"no OpenAI-compatible server at {self._url}: {error}") from None
-        entry = next((entry for entry in listed if self._model in ("", entry["id"])), None)
-        if entry is None:
-            raise ConfigError(f"{self._url} has no model {self._model!r}; it has {', '.join(e['id'] for e in listed)}")
-        self._model, self._context, self._tokens = entry["id"], int(entry.get("max_model_len") or 0), GENERATE in paths
+        model = self._model or next(iter(models), "")
+        if model not in models:
+            raise ConfigError(f"{self._url} has no model {model!r}; it has {', '.join(models)}")
+        self._model, self._context, self._tokens = model, models[model], trained
         if self._handover is None:
             return
         if missing := [path for path in TRAINING if path not in paths]:
             raise ConfigError(f"{self._url} cannot be trained with, it has no {missing[0]}: start a vLLM of 0.32 or "
                               "newer as docs/engines.md says")
-        config = (await self._call("GET", "/server_info?config_format=json"))["vllm_config"]
-        mode, transfer = config["model_config"]["logprobs_mode"], config["weight_transfer_config"] or {}
-        if mode != "processed_logprobs" or transfer.get("backend") != "rollart":
+        try:
+            config = (await self._call("GET", "/server_info?config_format=json"))["vllm_config"]
+            mode, transfer = config["model_config"]["logprobs_mode"], config["weight_transfer_config"] or {}
+            backend = transfer.get("backend")
+        except (EngineLost, *ODD) as error:
+            raise ConfigError(f"{self._url} does not say how it was started, as vLLM does: {error!r:.300}") from None
+        if mode != "processed_logprobs" or backend != "rollart":
             raise ConfigError(f"{self._url} must be started with --logprobs-mode processed_logprobs (it has {mode}) "
-                              f"and --weight-transfer-config backend rollart (it has {transfer.get('backend')})")
+                              f"and --weight-transfer-config backend rollart (it has {backend})")
 
     def start(self) -> None:
         self.lost = None
@@ -93,7 +102,7 @@ class OpenAIEngine(BaseEngine):
             answer = await self._call("POST", GENERATE if self._tokens else COMPLETIONS, {"model": self._model, **body},
                                       self._seconds)
             done = self._read(answer["choices"][0], version)
-        except (LookupError, TypeError, ValueError) as error:
+        except ODD as error:
             raise EngineLost(f"{self._url} answered without token ids and log-probs: {error!r}"[:300]) from None
         finally:
             self._stats.running -= 1
