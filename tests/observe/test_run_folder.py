@@ -28,11 +28,12 @@ def test_resume_without_a_run_is_refused(tmp_path):
 
 
 def test_a_folder_without_a_run_is_told_with_the_newest_run_in_it_or_beside_it(tmp_path):
+    runs = tmp_path / "runs"
     for age, name in ((20, "old"), (10, "new")):
-        Ledger(RunFolder(tmp_path / name).create({}).database).close()
-        os.utime(tmp_path / name / "run.db", (time.time() - age,) * 2)
-    for path in (tmp_path, tmp_path / "nwe"):
-        with pytest.raises(ConfigError, match=f"such as {tmp_path / 'new'}, or start"):
+        Ledger(RunFolder(runs / name).create({}).database).close()
+        os.utime(runs / name / "run.db", (time.time() - age,) * 2)
+    for path in (runs, runs / "nwe"):
+        with pytest.raises(ConfigError, match=f"such as {runs / 'new'}, or start"):
             RunFolder(path).read_config()
 
 
