@@ -35,8 +35,8 @@ class Saves:
 
 
 def locks(path: Path) -> list[str]:
-    """The POSIX locks of this process on a file (Linux)."""
-    return [line for line in Path("/proc/locks").read_text().splitlines()
+    """The POSIX locks of this process on a file (Linux), without their numbers among those of the whole machine."""
+    return [line.partition(": ")[2] for line in Path("/proc/locks").read_text().splitlines()
             if f" {os.getpid()} " in line and f":{path.stat().st_ino} " in line]
 
 

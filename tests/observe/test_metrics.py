@@ -1,11 +1,12 @@
 import json
+import resource
 
 import pytest
 from histories import World, evaluation, make_task, make_trajectory
 
 from rollart.algo.intervals import change_interval, wilson
 from rollart.core import events as ev
-from rollart.core.errors import ConfigError
+from rollart.core.errors import ConfigError, RunError
 from rollart.core.types import Fate, StepReport, TrajectoryId
 from rollart.observe.journal import Journal
 from rollart.observe.ledger import Ledger
@@ -163,3 +164,16 @@ def test_a_line_that_is_json_but_none_of_ours_is_named(line, why, run):
         file.write(f"{line}\n")
     with pytest.raises(ConfigError, match=f"line 3 is damaged \\(.*({why})"):
         read_metrics(run.metrics.path)
+
+
+def test_a_line_that_finds_no_room_is_absent_and_the_next_one_is_whole(run):
+    run.emit(ev.RunStarted(0, 3, False))
+    size, before = run.metrics.path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, before[1]))
+    try:
+        with pytest.raises(RunError, match="cannot be written"):
+            run.metrics.on(0.0, ev.Noted(0, "half of it finds room"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    run.metrics.on(0.0, ev.RunEnded(0, "failed: the disk is full"))
+    assert [line["kind"] for line in read_metrics(run.metrics.path)] == ["start", "end"]

@@ -209,3 +209,10 @@ def test_what_others_put_beside_the_checkpoints_is_neither_taken_for_one_nor_rem
     folder.complete_checkpoint(folder.checkpoint(4), keep=1)
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["000000", "0000001", "000004", "1", "99", "٣"]
     assert sorted(path.name for path in moved.iterdir()) == ["complete", "weights"]
+
+
+def test_a_name_that_no_checkpoint_could_be_written_under_is_refused_at_once(tmp_path):
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    with pytest.raises(ConfigError, match="needs a name in UTF-8"):
+        RunFolder(path).create({})
+    assert not path.exists()

@@ -16,7 +16,9 @@ journal's, so a simulated run reports simulated time. Waits for nothing.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter, defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +113,16 @@ class Metrics:
 
     def _write(self, **line: Any) -> None:
         line["wall_seconds"] = round(self.wall_seconds, 3)
+        size = 0
+        size = None
         try:
             with self.path.open("a") as file:
+                size = file.tell()
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
+            if size is not None:  # what found room of it would spoil the next line
+                with suppress(OSError):
+                    os.truncate(self.path, size)
             raise RunError(f"{self.path} cannot be written ({error.strerror}): see that its disk has room, then "
                            f"continue with --resume {self.path.parent}") from error
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.core.errors import ConfigError
+from rollart.core.foreign import encodable
 from rollart.core.types import Version
 from rollart.observe.ledger_view import LedgerView
 
@@ -89,6 +90,8 @@ class RunFolder:
                               f"continue it with --resume {self.path}, or name another folder")
         if self.path.is_dir() and any(self.path.iterdir()):
             raise ConfigError(f"--run {self.path} needs a new or empty folder, but it holds other files")
+        if str(self.path) != encodable(str(self.path)):
+            raise ConfigError(f"--run {self.path} needs a name in UTF-8, as checkpoints are written: name another")
         self._made = not self.path.exists()
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
