@@ -58,7 +58,7 @@ def rollart(*arguments: object, **options: object) -> subprocess.CompletedProces
 
 
 def command(*arguments: object) -> list[str]:
-    forced = ["--set", f"learner.precision={PRECISION}"] if PRECISION and arguments[0] == "train" else []
+    forced = ["--set", f"learner.precision={PRECISION}"] if PRECISION and arguments[:1] == ("train",) else []
     return [sys.executable, "-m", "rollart", *(str(a) for a in arguments), *forced]
 
 
