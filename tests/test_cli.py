@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -356,6 +357,16 @@ def test_a_report_port_in_use_is_one_clear_line(finished):
         taken.listen()
         port = taken.getsockname()[1]
         refused(rollart("report", finished, "--serve", port), str(port), "free port")
+
+
+def test_a_report_whose_page_cannot_be_written_is_printed_all_the_same(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / "report.html").unlink()
+    (run / "report.html").mkdir()  # root can write anywhere, but not over a folder
+    result = rollart("report", run)
+    assert result.returncode == 1
+    assert "trajectories" in result.stdout
+    assert result.stderr.startswith("error: the page could not be written: "), result.stderr
 
 
 def test_a_full_disk_ends_the_run_with_one_clear_line_that_says_how_to_go_on(tmp_path):

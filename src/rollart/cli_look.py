@@ -110,5 +110,9 @@ def report(
 
             serve_report(run, serve, lambda url: console.print(f"live report at {url} (Ctrl-C ends it)"))
             return
-        write_report(run)
+        try:
+            write_report(run)
+        except OSError as error:  # of another user, or on a full disk: it can be read all the same
+            console.print(render_report(run))
+            raise RunError(f"the page could not be written: {error}") from None
         console.print(render_report(run))
