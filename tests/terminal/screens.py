@@ -10,6 +10,8 @@ import pexpect
 from helpers import command, environment
 
 UP = re.compile(rb"(?:\x1b\[1A(?:\x1b\[2K)?)+")
+OPEN: list[pexpect.spawn] = []
+"""What was started; conftest.py closes it after the test, so that a failed one leaves no run behind."""
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -35,6 +37,7 @@ def started(program: str, rest: list[str], rows: int, columns: int, environ: dic
     child = pexpect.spawn(program, rest, dimensions=(rows, columns), timeout=120, cwd=cwd,
                           env={**plain, "TERM": "xterm-256color", **environ})
     child.logfile_read = Log()
+    OPEN.append(child)
     return child
 
 

@@ -24,7 +24,7 @@ def step(run):
         return 0
 
 
-def until_step(run, wanted, seconds=90.0):
+def until_step(run, wanted, seconds=240.0):
     deadline = time.monotonic() + seconds
     while step(run) < wanted:
         assert time.monotonic() < deadline, f"{run} did not come to step {wanted}"
