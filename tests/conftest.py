@@ -3,6 +3,7 @@ learner.precision wherever a test does not choose one itself. In continuous inte
 want of what the suite is for is a failure."""
 
 import os
+import signal
 
 import pytest
 
@@ -12,6 +13,11 @@ from rollart.backends.torch.settings import LearnerSettings
 # Small models on shared cores: one thread a process, and threads that wait without spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell without job control starts what it puts into the background with Ctrl-C ignored, and children inherit it.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 if PRECISION:
     LearnerSettings.__init__.__kwdefaults__["precision"] = PRECISION

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from helpers import rollart, tiny_recipe
+from helpers import GAP, rollart, tiny_recipe
 
 CASES = {
     "ppo": '[algorithm]\nname = "ppo"\ntruncated = "bootstrap"\n',
@@ -32,7 +32,7 @@ def test_a_run_ends_with_the_engines_log_probabilities_and_every_figure(case, tm
     assert done.returncode == 0, done.stderr
     steps = steps_of(tmp_path / "run")
     assert len(steps) == 2
-    assert steps[0]["logprob_gap"] < 1e-4
+    assert steps[0]["logprob_gap"] < GAP
     figures = {"ppo": "critic_loss", "decoupled": "kl", "lora": "kl", "mixture": "router_balance"}
     assert figures.get(case, "loss") in steps[-1]
 

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from helpers import command, environment, rollart, tiny_recipe
+from helpers import GAP, command, environment, rollart, tiny_recipe
 from rollart.observe.ledger_view import LedgerView
 
 
@@ -223,7 +223,7 @@ def test_a_finished_run_has_a_complete_summary_and_a_report(finished):
     assert 0 <= summary["trainer_idle_fraction"] <= 1
     tokens = summary["tokens"]
     assert tokens["generated"] == tokens["trained"] + tokens["wasted"]
-    assert summary["logprob_gap_step0"] < 1e-4
+    assert summary["logprob_gap_step0"] < GAP
     page = (finished / "report.html").read_text()
     assert "frozen_lake" in page
     assert not re.search(r"(src|href)=[\"']https?:", page)
@@ -239,7 +239,7 @@ def test_no_trained_trajectory_exceeds_the_bound_in_a_real_run(tmp_path, schedul
     assert summary["staleness"]["bound"] == bound
     assert summary["staleness"]["max"] <= bound
     assert summary["ledger"]["trained"] + summary["ledger"]["filtered"] == 4 * 8
-    assert summary["logprob_gap_step0"] < 1e-4
+    assert summary["logprob_gap_step0"] < GAP
 
 
 def test_the_checkpoint_is_a_hugging_face_folder_that_transformers_loads(finished):
