@@ -44,7 +44,7 @@ max_tokens = 6
 PRECISION = os.environ.get("ROLLART_TEST_PRECISION", "")
 """What `learner.precision` is set to where a test does not choose it; empty: the product's default."""
 GAP = 2e-2 if PRECISION == "bfloat16" else 1e-4
-"""The most that the log-probs of engine (float32 on a CPU) and learner may differ by, on average, with equal weights."""
+"""The most that engine (float32 on a CPU) and learner may differ by in a log-prob, on average, with equal weights."""
 
 
 def tiny_recipe(folder: Path, *, steps: int = 3, seed: int = 0, extra: str = "") -> Path:
