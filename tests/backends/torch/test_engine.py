@@ -295,7 +295,7 @@ def test_what_cannot_fit_waits_and_idle_kv_goes_oldest_first():
     running(test, kv_tokens=200)
 
 
-def test_older_groups_are_served_first_and_equals_in_the_order_of_their_arrival():
+def test_older_groups_are_served_first_and_their_members_in_order_whoever_asked_first():
     async def test(engine, weights):
         ended = []
 
@@ -305,7 +305,7 @@ def test_older_groups_are_served_first_and_equals_in_the_order_of_their_arrival(
         running = asyncio.ensure_future(engine.generate(request(9, max_tokens=40)))
         await sampled(engine, 2)
         await asyncio.gather(running, *[turn(*of) for of in ((7, 0, 0), (5, 1, 0), (7, 1, 3), (5, 0, 2), (6, 0, 0))])
-        assert ended == [(5, 1), (5, 0), (6, 0), (7, 0), (7, 1)]
+        assert ended == [(5, 0), (5, 1), (6, 0), (7, 0), (7, 1)]
     running(test, max_concurrent=1)
 
 
