@@ -297,8 +297,10 @@ def test_eval_plays_a_runs_newest_checkpoint(finished):
             "temperature")
 
 
-def test_eval_plays_a_bare_checkpoint_folder_with_the_recipe_that_has_the_domains(finished, tmp_path):
-    checkpoint = next((finished / "checkpoints").iterdir())
+def test_eval_plays_a_checkpoint_with_its_runs_recipe_and_a_bare_one_with_the_recipe_that_is_named(finished, tmp_path):
+    inside = next((finished / "checkpoints").iterdir())
+    assert rollart("eval", inside, "--tasks", "2").returncode == 0
+    checkpoint = shutil.copytree(inside, tmp_path / "copy")
     result = rollart("eval", checkpoint, "--recipe", tiny_recipe(tmp_path), "--tasks", "2", "--json")
     assert result.returncode == 0, result.stderr
     assert set(json.loads(result.stdout)) == {"frozen_lake", "calculator"}

@@ -31,6 +31,7 @@ def evaluate(
         from rollart.config.toml import override
 
         folder = RunFolder(target)
+        owner = RunFolder(target.resolve().parent.parent)  # of a checkpoint that lies in its run
         given = {"tasks": tasks, "samples": samples}
         sets = [*(sets or []), *(f"evaluation.{key}={value}" for key, value in given.items() if value)]
         if folder.database.exists():
@@ -42,6 +43,10 @@ def evaluate(
             if newest is None:
                 raise ConfigError(f"{target} has no whole checkpoint yet: wait for one, or name a checkpoint folder")
             path = newest[1]
+        elif recipe is None and owner.database.exists():
+            tables = owner.read_config()
+            override(tables, sets)
+            settings, path = from_tables(tables), target
         elif recipe is None:
             raise ConfigError(f"{target} is not a run folder (no config.json of a run): for a checkpoint folder, name "
                               "the recipe that has the domains with --recipe")
