@@ -309,6 +309,16 @@ def test_older_groups_are_served_first_and_their_members_in_order_whoever_asked_
     running(test, max_concurrent=1)
 
 
+def test_a_release_from_another_thread_holds_up_nobody():
+    """So calls an actor its synchronous methods."""
+    async def test(engine, weights):
+        await engine.generate(request(0))
+        await asyncio.to_thread(engine.release, request(0).trajectory)
+        async with asyncio.timeout(30):
+            assert len((await engine.generate(request(1, max_tokens=3))).tokens) == 3
+    running(test)
+
+
 def test_many_trajectories_of_many_turns_with_random_aborts_keep_the_accounting_exact():
     async def test(engine, weights):
         chance = random.Random(3)

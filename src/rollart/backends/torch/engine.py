@@ -55,6 +55,7 @@ class EmbeddedEngine:
         self._commands: deque[tuple[Callable[[], None], Callable[[Exception], None]]] = deque()
         self._posted: list[tuple[Callable[[], None], Callable[[Exception], None]]] = []
         self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.lost: str | None = "not started"
         """Why the engine does not serve, or None while it does."""
         self._watchers: list[Callable[[str], None]] = []
@@ -149,19 +150,24 @@ class EmbeddedEngine:
                            sum(turn is not None for turn in self._rows), len(self._waiting), self._held())
 
     def _post(self, command: Callable[[], None], refuse: Callable[[Exception], None] | None = None) -> None:
-        """Queue a command for the thread; `refuse` hears of it when the engine is lost before or while it runs.
+        """Queue a command for the engine's thread, from any thread; `refuse` hears of it when the engine is lost before
+        or while it runs.
 
         What is posted in one pass of the event loop reaches the thread at once: requests that wake together are then
         batched together, whatever the threads' timing, so that a run in waves repeats itself. The queue is as long as
         there are callers: each but abort and release waits for its answer.
         """
-        self._posted.append((command, refuse or ignore))
-        if len(self._posted) == 1:
-            asyncio.get_running_loop().call_soon(self._hand_over)
+        with self._wake:
+            self._posted.append((command, refuse or ignore))
+            first = len(self._posted) == 1
+        if self._loop is None:  # it was never started: whoever waits is told at once
+            self._hand_over()
+        elif first:
+            call_soon(self._loop, self._hand_over)
 
     def _hand_over(self) -> None:
-        posted, self._posted = self._posted, []
         with self._wake:
+            posted, self._posted = self._posted, []
             if self.lost is None:
                 self._commands.extend(posted)
                 self._wake.notify()
