@@ -90,7 +90,7 @@ print(ledger.accounts.counts()["dispatched"], flush=True)
 time.sleep(60)
 """
 READS = """
-import os, sys
+import os, sys, urllib.parse  # as_uri imports it late, when this user may no longer read root's Python
 from rollart.observe.ledger_view import LedgerView
 if os.geteuid() == 0:
     os.setgroups([])
