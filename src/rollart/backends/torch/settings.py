@@ -88,7 +88,7 @@ class LearnerSettings:
     minibatches: optimizer steps per batch. threads: CPU threads it computes with (0: its share of the
         cores).
     precision: float32, bfloat16 (autocast; weights and log-probabilities stay float32), or auto: bfloat16 on a GPU
-        whose engines are vLLM's, float32 elsewhere, so that engine and learner compute alike. device: cpu, cuda,
+        where no engine is embedded, float32 elsewhere, so that engine and learner compute alike. device: cpu, cuda,
         cuda:1, ..., or auto: cuda if there is one.
     gradient_checkpointing: keep only each layer's input for the backward pass and compute the rest again: less memory,
         about a third more time.
